@@ -1,0 +1,169 @@
+"""FP8 experts in plain torch: any device, any group sizes; the oracle that every kernel is compared with.
+
+Real E4M3 casts, float32 accumulation, one GEMM a group. Each function here has a twin of the same name in hopper.py.
+
+Scales. `x = q * scale`, scale a power of two: 2**ceil(log2(amax / 448)). Multiplying by one is exact, so an FP8 tensor
+re-scaled to another row or column scale loses nothing but what becomes subnormal.
+Letters. M routed rows, D model dim, H expert hidden, E experts, N and K the output and contraction dims of a GEMM.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+AMAX_FLOOR = 1e-30  # an all-zero row gets a finite scale; a higher floor (1e-12, 1e-4 elsewhere) flushes small gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Which rows belong to which expert. offs: int32 [E], ends of the groups; rows past the last end are nobody's."""
+
+    offs: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class WgradOperand:
+    """One side of the weight gradient: q [M, D] E4M3, scale [E, D]: one scale an expert and column."""
+
+    q: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedWeight:
+    """A weight for both directions; payload and scale never live apart.
+
+    q [E, N, K] with scale [E] or [E, N] serves the forward, q_t [E, K, N] with scale_t [E] or [E, K] the input gradient.
+    """
+
+    q: Tensor
+    scale: Tensor
+    q_t: Tensor
+    scale_t: Tensor
+
+
+def pow2_scale(amax: Tensor) -> Tensor:
+    """The smallest power of two that brings amax to 448 or below. Float32, exact: exponent arithmetic, no log2.
+
+    amax / 448 = mantissa * 2**exponent with mantissa in [0.5, 1): the scale is 2**exponent, or one less if mantissa is
+    exactly 0.5. inf and nan amax give a nan scale, so that they stay visible in everything the scale touches.
+    """
+    mantissa, exponent = torch.frexp(amax.float().clamp_min(AMAX_FLOOR) / FP8_MAX)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    scale = torch.ldexp(torch.ones_like(mantissa), exponent)
+    return torch.where(torch.isfinite(amax), scale, torch.full_like(scale, torch.nan))
+
+
+def cast(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale as E4M3, saturating at 448; nan stays nan. Bytes equal on every torch: the clamp comes before the cast."""
+    return (x.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def groups(offs: Tensor, M: int) -> Groups:
+    """offs: int32 [E]. M: rows of the buffer, at least offs[-1]."""
+    return Groups(offs=offs)
+
+
+def _spans(groups: Groups) -> list[tuple[int, int]]:
+    ends = groups.offs.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, D] -> q [M, D], scale [M]."""
+    scale = pow2_scale(x.abs().amax(1)) if x.shape[1] else x.new_ones(x.shape[0], dtype=torch.float32)
+    return cast(x, scale[:, None]), scale
+
+
+def swiglu(y13: Tensor) -> Tensor:
+    """y13 [M, 2H] -> silu(left) * right in float32, [M, H]."""
+    y1, y3 = y13.float().chunk(2, dim=1)
+    return torch.nn.functional.silu(y1) * y3
+
+
+def dswiglu(dh: Tensor, y13: Tensor) -> Tensor:
+    """Gradient of `swiglu`: dh [M, H], y13 [M, 2H] -> float32 [M, 2H]."""
+    y1, y3 = y13.float().chunk(2, dim=1)
+    dh, sigmoid = dh.float(), torch.sigmoid(y1)
+    return torch.cat([dh * y3 * sigmoid * (1 + y1 * (1 - sigmoid)), dh * y1 * sigmoid], dim=1)
+
+
+def swiglu_rows(y13: Tensor) -> tuple[Tensor, Tensor]:
+    """y13 [M, 2H] -> q [M, H], scale [M]."""
+    return quantize_rows(swiglu(y13))
+
+
+def dswiglu_rows(dh: Tensor, y13: Tensor) -> tuple[Tensor, Tensor]:
+    """dh [M, H], y13 [M, 2H] -> q [M, 2H], scale [M]: one scale over both halves, they share a contraction."""
+    return quantize_rows(dswiglu(dh, y13))
+
+
+def wgrad_operand(q: Tensor, scale: Tensor, groups: Groups) -> WgradOperand:
+    """Row-scaled FP8 re-scaled to one scale an expert and column: exact but for new subnormals."""
+    return wgrad_operand_hp(q.float() * scale[:, None], groups)
+
+
+def wgrad_operand_hp(x: Tensor, groups: Groups) -> WgradOperand:
+    """x [M, D] quantized with one scale an expert and column."""
+    out = torch.zeros(x.shape, dtype=FP8, device=x.device)
+    scales = x.new_ones((groups.offs.numel(), x.shape[1]), dtype=torch.float32)
+    for e, (begin, end) in enumerate(_spans(groups)):
+        if begin < end:
+            scales[e] = pow2_scale(x[begin:end].abs().amax(0))
+            out[begin:end] = cast(x[begin:end], scales[e])
+    return WgradOperand(q=out, scale=scales)
+
+
+def quantize_weight(weights: list[Tensor], per_row: bool = False) -> QuantizedWeight:
+    """weights [E, N_i, K], joined along N (w1 and w3 become one GEMM).
+
+    per_row False: one scale an expert, so q and q_t are the same bytes. True: one scale an output row, for each direction.
+    """
+    w = torch.cat(weights, dim=1)
+    amax = w.abs().amax(2) if per_row else w.abs().amax((1, 2))
+    amax_t = w.abs().amax(1) if per_row else amax
+    scale, scale_t = pow2_scale(amax), pow2_scale(amax_t)
+    expand = (lambda s: s[:, :, None]) if per_row else (lambda s: s[:, None, None])
+    q_t = cast(w.transpose(1, 2), expand(scale_t)).contiguous()
+    return QuantizedWeight(q=cast(w, expand(scale)), scale=scale, q_t=q_t, scale_t=scale_t)
+
+
+def gemm_rows(
+    q: Tensor, scale: Tensor, w_q: Tensor, w_scale: Tensor, groups: Groups, out_dtype: torch.dtype, accumulate: str = "fast"
+) -> Tensor:
+    """y[m] = (q[m] * scale[m]) @ (w_q[e] * w_scale[e])^T for the rows m of expert e.
+
+    q [M, K], scale [M], w_q [E, N, K], w_scale [E] or [E, N] -> [M, N]; rows of no group are zero. Always accumulates in
+    float32, so `accumulate` changes nothing here.
+    """
+    out = q.new_zeros((q.shape[0], w_q.shape[1]), dtype=out_dtype)
+    for e, (begin, end) in enumerate(_spans(groups)):
+        if begin < end:
+            acc = q[begin:end].float() @ w_q[e].float().t()
+            out[begin:end] = (acc * (scale[begin:end, None] * w_scale[e])).to(out_dtype)
+    return out
+
+
+def gemm_wgrad(
+    a: WgradOperand, b: WgradOperand, groups: Groups, out_dtype: torch.dtype, accumulate: str = "fast"
+) -> Tensor:
+    """dw[e] = a_e^T @ b_e over the rows of expert e: a of [M, N], b of [M, K] -> [E, N, K]; an empty expert gets zeros."""
+    N, K = a.q.shape[1], b.q.shape[1]
+    out = a.scale.new_zeros((groups.offs.numel(), N, K), dtype=out_dtype)
+    for e, (begin, end) in enumerate(_spans(groups)):
+        if begin < end:
+            acc = a.q[begin:end].float().t() @ b.q[begin:end].float()
+            out[e] = (acc * a.scale[e][:, None] * b.scale[e]).to(out_dtype)
+    return out
+
+
+def gemm_wgrad_hp(a: Tensor, b: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+    """The weight gradient from high precision operands: a [M, N], b [M, K] -> [E, N, K]."""
+    out = a.new_zeros((groups.offs.numel(), a.shape[1], b.shape[1]), dtype=out_dtype)
+    for e, (begin, end) in enumerate(_spans(groups)):
+        if begin < end:
+            out[e] = (a[begin:end].float().t() @ b[begin:end].float()).to(out_dtype)
+    return out

@@ -1,0 +1,54 @@
+"""What can this machine run? The only file that probes versions and devices."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from packaging.version import Version
+
+from converters.config import FP8GroupedExpertsConfig, Numerics
+
+TORCHAO_RANGE = (Version("0.17"), Version("0.19"))  # [first, first unsupported); the same bound stands in pyproject.toml
+HOPPER = (9, 0)  # wgmma on E4M3 operands is an sm90 instruction; sm100 needs other kernels
+
+
+def torchao_problem() -> str | None:
+    """One sentence when the installed torchao is outside the declared range, else None."""
+    try:
+        installed = version("torchao")
+    except PackageNotFoundError:
+        installed = "none"
+    low, high = TORCHAO_RANGE
+    if installed != "none" and low <= Version(Version(installed).base_version) < high:
+        return None
+    return f"torchao {installed} is installed, torchao>={low},<{high} is wanted: pip install 'torchao>={low},<{high}'."
+
+
+def hopper_problem() -> str | None:
+    """One sentence when the hopper backend cannot run here, else None."""
+    if not torch.cuda.is_available():
+        return "backend 'hopper' needs an NVIDIA GPU with compute capability 9.0 (H100, H200), and there is no GPU."
+    capability = torch.cuda.get_device_capability()
+    if capability != HOPPER:
+        name = torch.cuda.get_device_name()
+        return f"backend 'hopper' needs compute capability 9.0 (H100, H200), {name} has {capability[0]}.{capability[1]}."
+    return None
+
+
+def resolve(config: FP8GroupedExpertsConfig) -> Numerics:
+    """Fixes the backend for this machine once.
+
+    Raises:
+        ValueError: the backend was named and cannot run here.
+    """
+    backend = config.backend
+    if backend == "auto":
+        backend = "reference" if hopper_problem() or config.recipe == "rowwise" else "hopper"
+    elif backend == "hopper" and (problem := hopper_problem()):
+        raise ValueError(f"{problem} Set backend = 'reference' (emulated, any device) or 'auto'.")
+    return Numerics(
+        recipe=config.recipe,
+        backend=backend,
+        wgrad=config.wgrad,
+        accumulate=config.accumulate,
+        cache=config.cache,
+    )

@@ -1,0 +1,104 @@
+"""What a user can set in `[fp8]` of a recipe, and the part of it that travels with every weight.
+
+`FP8Config` is the job-config section (its string docs become `--help`), `FP8GroupedExpertsConfig` also the config for
+`torchao.quantization.quantize_`. Modules and tensors only ever see `Numerics`: small, frozen, hashable.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from torchao.core.config import AOBaseConfig
+
+Recipe = Literal["tokenwise", "rowwise"]
+Backend = Literal["auto", "reference", "hopper"]
+Wgrad = Literal["fp8", "fp8_columns", "bf16"]
+Accumulate = Literal["fast", "precise"]
+
+# SQNR in dB that a recipe must reach against float64 on normal inputs (weights std 0.02), per output and gradient.
+# Two E4M3 operands of 31.5 dB each give 28.5 dB for one GEMM; two GEMMs and a SwiGLU in a row leave 23 to 24.
+SQNR_FLOOR_DB = {"tokenwise": 23.0, "rowwise": 23.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """How the GEMMs of one weight are computed. `backend` is resolved: never "auto"."""
+
+    recipe: Recipe = "tokenwise"
+    backend: Literal["reference", "hopper"] = "reference"
+    wgrad: Wgrad = "fp8"
+    accumulate: Accumulate = "fast"
+    cache: bool = True
+
+    def __str__(self) -> str:
+        extra = [f"wgrad={self.wgrad}"] * (self.wgrad != "fp8") + ["precise"] * (self.accumulate == "precise")
+        return f"{self.recipe}, {self.backend}" + "".join(f", {e}" for e in extra)
+
+
+def _check_choice(section: str, name: str, value: object, choices: object) -> None:
+    allowed = get_args(choices)
+    if value not in allowed:
+        raise ValueError(f"[{section}] {name} = {value!r} is unknown: choose one of {', '.join(map(repr, allowed))}.")
+
+
+@dataclass(frozen=True)
+class FP8GroupedExpertsConfig(AOBaseConfig):
+    """Routed experts in FP8: which, by which scale rule, on which backend."""
+
+    recipe: Recipe = "tokenwise"
+    """
+    Scale rule. tokenwise: one scale a token for activations and gradients, one scale an expert for weights, and the
+    weight gradient re-scaled from the same FP8 bytes. rowwise: torchao's rule, every GEMM quantizes its own operands
+    from high precision, one scale a row of the contraction.
+    """
+
+    fqns: list[str] = field(default_factory=list)
+    """
+    Which experts: patterns of whole path components with shell wildcards, e.g. `layers.3.moe.experts`, `layers.[0-3]`,
+    `experts`. Empty: all routed experts. A pattern that matches nothing is an error.
+    """
+
+    backend: Backend = "auto"
+    """auto: hopper where it can run, else reference. reference: plain torch, any device. hopper: Triton on sm90."""
+
+    skip_first_layers: int = 0
+    """Leave the experts of the first N transformer layers in BF16."""
+
+    skip_last_layers: int = 0
+    """Leave the experts of the last N transformer layers in BF16."""
+
+    wgrad: Wgrad = "fp8"
+    """
+    Operands of the weight gradient. fp8: the recipe's own rule. fp8_columns: quantized per column from high precision,
+    keeps channels far below their row's maximum. bf16: not quantized, the most memory and time.
+    """
+
+    accumulate: Accumulate = "fast"
+    """fast: tensor-core accumulation over the whole contraction. precise: promoted to float32 every 128 elements."""
+
+    cache: bool = True
+    """Quantize a weight once per optimizer step and reuse it in every micro-batch, in backward and in recomputation."""
+
+    def __post_init__(self) -> None:
+        section = "fp8.grouped_experts"
+        for name, choices in (("recipe", Recipe), ("backend", Backend), ("wgrad", Wgrad), ("accumulate", Accumulate)):
+            _check_choice(section, name, getattr(self, name), choices)
+        for name in ("skip_first_layers", "skip_last_layers"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"[{section}] {name} = {value!r} must be a whole number of layers, 0 or more.")
+        if not isinstance(self.cache, bool):
+            raise ValueError(f"[{section}] cache = {self.cache!r} must be true or false.")
+        if isinstance(self.fqns, str) or not all(isinstance(p, str) and p for p in self.fqns):
+            raise ValueError(f"[{section}] fqns = {self.fqns!r} must be a list of non-empty patterns.")
+        if self.backend == "hopper" and self.recipe == "rowwise":
+            raise ValueError(
+                f"[{section}] recipe = 'rowwise' has no hopper backend: use recipe = 'tokenwise', or backend = 'reference'."
+            )
+
+
+@dataclass(frozen=True)
+class FP8Config:
+    """The `[fp8]` section of a job config."""
+
+    grouped_experts: FP8GroupedExpertsConfig = field(default_factory=FP8GroupedExpertsConfig)
+    """Read by the converter `fp8.grouped_experts`."""
