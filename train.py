@@ -1,0 +1,48 @@
+"""How does it start?  torchrun train.py --job.config_file recipes/llama4_fp8.toml
+
+Prepares the device, registers our converters, models, datasets and the config sections [fp8] and [data], and hands over to
+torchtitan's own Trainer. Without torchrun it runs as one process. Every flag is torchtitan's: `python train.py --help`.
+"""
+
+import os
+import sys
+
+import tomli
+
+CONFIG_MODULE = "recipes.job_config"
+ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+def with_config_module(args: list[str]) -> list[str]:
+    """`args` with our config sections, unless the command line or the recipe names a module of its own."""
+    names = [a.split("=")[0].replace("_", "-") for a in args]
+    if "--job.custom-config-module" in names:
+        return args
+    if "--job.config-file" in names:
+        at = names.index("--job.config-file")
+        path = args[at].split("=", 1)[1] if "=" in args[at] else args[at + 1]
+        with open(path, "rb") as f:
+            if tomli.load(f).get("job", {}).get("custom_config_module"):
+                return args
+    return [*args, f"--job.custom_config_module={CONFIG_MODULE}"]
+
+
+def main() -> None:
+    # torchtitan's ConfigManager copies sys.argv when it is imported, so the imports below come after this line.
+    sys.argv[1:] = with_config_module(sys.argv[1:])
+    if "RANK" not in os.environ:
+        os.environ |= ONE_PROCESS
+
+    from parallel.device import prepare_device
+
+    prepare_device()  # before torchtitan copies the device type
+
+    import recipes.register  # noqa: F401  (importing registers)
+    from torchtitan.train import Trainer
+    from torchtitan.train import main as train
+
+    train(Trainer)
+
+
+if __name__ == "__main__":
+    main()
