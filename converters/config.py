@@ -29,6 +29,11 @@ class Numerics:
     accumulate: Accumulate = "fast"
     cache: bool = True
 
+    @property
+    def wgrad_from_hp(self) -> bool:
+        """Whether the weight gradient starts from high precision, so that backward needs x itself."""
+        return self.wgrad != "fp8" or self.recipe == "rowwise"
+
     def __str__(self) -> str:
         extra = [f"wgrad={self.wgrad}"] * (self.wgrad != "fp8") + ["precise"] * (self.accumulate == "precise")
         return f"{self.recipe}, {self.backend}" + "".join(f", {e}" for e in extra)

@@ -1,6 +1,7 @@
 """FP8 experts in plain torch: any device, any group sizes; the oracle that every kernel is compared with.
 
 Real E4M3 casts, float32 accumulation, one GEMM a group. Each function here has a twin of the same name in hopper.py.
+What loops over groups reads their sizes on the host, so it is a custom op: torch.compile sees one node with a known shape.
 
 Scales. `x = q * scale`, scale a power of two: 2**ceil(log2(amax / 448)). Multiplying by one is exact, so an FP8 tensor
 re-scaled to another row or column scale loses nothing but what becomes subnormal.
@@ -67,8 +68,8 @@ def groups(offs: Tensor, M: int) -> Groups:
     return Groups(offs=offs)
 
 
-def _spans(groups: Groups) -> list[tuple[int, int]]:
-    ends = groups.offs.tolist()
+def _spans(offs: Tensor) -> list[tuple[int, int]]:
+    ends = offs.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
@@ -108,27 +109,38 @@ def wgrad_operand(q: Tensor, scale: Tensor, groups: Groups) -> WgradOperand:
 
 def wgrad_operand_hp(x: Tensor, groups: Groups) -> WgradOperand:
     """x [M, D] quantized with one scale an expert and column."""
-    out = torch.zeros(x.shape, dtype=FP8, device=x.device)
-    scales = x.new_ones((groups.offs.numel(), x.shape[1]), dtype=torch.float32)
-    for e, (begin, end) in enumerate(_spans(groups)):
+    q, scale = _columns(x, groups.offs)
+    return WgradOperand(q=q, scale=scale)
+
+
+@torch.library.custom_op("titan_moe_fp8::reference_columns", mutates_args=())
+def _columns(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
+    q = torch.zeros(x.shape, dtype=FP8, device=x.device)
+    scale = x.new_ones((offs.numel(), x.shape[1]), dtype=torch.float32)
+    for e, (begin, end) in enumerate(_spans(offs)):
         if begin < end:
-            scales[e] = pow2_scale(x[begin:end].abs().amax(0))
-            out[begin:end] = cast(x[begin:end], scales[e])
-    return WgradOperand(q=out, scale=scales)
+            scale[e] = pow2_scale(x[begin:end].abs().amax(0))
+            q[begin:end] = cast(x[begin:end], scale[e])
+    return q, scale
+
+
+@_columns.register_fake
+def _(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=FP8), x.new_empty((offs.shape[0], x.shape[1]), dtype=torch.float32)
 
 
 def quantize_weight(weights: list[Tensor], per_row: bool = False) -> QuantizedWeight:
     """weights [E, N_i, K], joined along N (w1 and w3 become one GEMM).
 
-    per_row False: one scale an expert, so q and q_t are the same bytes. True: one scale an output row, for each direction.
+    per_row False: one scale an expert, so q and q_t are the same bytes. True: one scale a row of each contraction.
     """
     w = torch.cat(weights, dim=1)
     amax = w.abs().amax(2) if per_row else w.abs().amax((1, 2))
     amax_t = w.abs().amax(1) if per_row else amax
     scale, scale_t = pow2_scale(amax), pow2_scale(amax_t)
-    expand = (lambda s: s[:, :, None]) if per_row else (lambda s: s[:, None, None])
-    q_t = cast(w.transpose(1, 2), expand(scale_t)).contiguous()
-    return QuantizedWeight(q=cast(w, expand(scale)), scale=scale, q_t=q_t, scale_t=scale_t)
+    shape = (w.shape[0], -1, 1)
+    q_t = cast(w.transpose(1, 2), scale_t.view(shape)).contiguous()
+    return QuantizedWeight(q=cast(w, scale.view(shape)), scale=scale, q_t=q_t, scale_t=scale_t)
 
 
 def gemm_rows(
@@ -139,31 +151,48 @@ def gemm_rows(
     q [M, K], scale [M], w_q [E, N, K], w_scale [E] or [E, N] -> [M, N]; rows of no group are zero. Always accumulates in
     float32, so `accumulate` changes nothing here.
     """
-    out = q.new_zeros((q.shape[0], w_q.shape[1]), dtype=out_dtype)
-    for e, (begin, end) in enumerate(_spans(groups)):
+    return _rows_times_weights(q, scale, w_q, w_scale.view(w_q.shape[0], -1), groups.offs, out_dtype)
+
+
+@torch.library.custom_op("titan_moe_fp8::reference_gemm_rows", mutates_args=())
+def _rows_times_weights(
+    q: Tensor, scale: Tensor, w_q: Tensor, w_scale: Tensor, offs: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    out = scale.new_zeros((q.shape[0], w_q.shape[1]), dtype=out_dtype)
+    for e, (begin, end) in enumerate(_spans(offs)):
         if begin < end:
             acc = q[begin:end].float() @ w_q[e].float().t()
             out[begin:end] = (acc * (scale[begin:end, None] * w_scale[e])).to(out_dtype)
     return out
 
 
+@_rows_times_weights.register_fake
+def _(q: Tensor, scale: Tensor, w_q: Tensor, w_scale: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return scale.new_empty((q.shape[0], w_q.shape[1]), dtype=out_dtype)
+
+
 def gemm_wgrad(
     a: WgradOperand, b: WgradOperand, groups: Groups, out_dtype: torch.dtype, accumulate: str = "fast"
 ) -> Tensor:
     """dw[e] = a_e^T @ b_e over the rows of expert e: a of [M, N], b of [M, K] -> [E, N, K]; an empty expert gets zeros."""
-    N, K = a.q.shape[1], b.q.shape[1]
-    out = a.scale.new_zeros((groups.offs.numel(), N, K), dtype=out_dtype)
-    for e, (begin, end) in enumerate(_spans(groups)):
-        if begin < end:
-            acc = a.q[begin:end].float().t() @ b.q[begin:end].float()
-            out[e] = (acc * a.scale[e][:, None] * b.scale[e]).to(out_dtype)
-    return out
+    dw = _rows_contracted(a.q, b.q, groups.offs, torch.float32)
+    return (dw * a.scale[:, :, None] * b.scale[:, None, :]).to(out_dtype)
 
 
 def gemm_wgrad_hp(a: Tensor, b: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tensor:
     """The weight gradient from high precision operands: a [M, N], b [M, K] -> [E, N, K]."""
-    out = a.new_zeros((groups.offs.numel(), a.shape[1], b.shape[1]), dtype=out_dtype)
-    for e, (begin, end) in enumerate(_spans(groups)):
+    return _rows_contracted(a, b, groups.offs, out_dtype)
+
+
+@torch.library.custom_op("titan_moe_fp8::reference_gemm_wgrad", mutates_args=())
+def _rows_contracted(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    out = torch.zeros((offs.numel(), a.shape[1], b.shape[1]), dtype=out_dtype, device=a.device)
+    for e, (begin, end) in enumerate(_spans(offs)):
         if begin < end:
             out[e] = (a[begin:end].float().t() @ b[begin:end].float()).to(out_dtype)
     return out
+
+
+@_rows_contracted.register_fake
+def _(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return a.new_empty((offs.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)

@@ -1,0 +1,122 @@
+"""FP8ExpertWeight: a weight whose products run in FP8, in whatever way a module spells them.
+
+`__torch_function__` sees a product before autograd does and hands it to `grouped_mm`, our autograd function:
+
+    torch._grouped_mm, nn.functional.grouped_mm     A [M, K] @ W [E, K, N], offs         as it is
+    bmm, and the two above without offs             A [E, M, K] @ W [E, K, N]            E groups of M rows
+    matmul, mm, @, nn.functional.linear             A [..., K] @ W [K, N]                one group
+
+Views of a weight (w[e], w.transpose(-2, -1), w.chunk(2, dim=1)) are FP8ExpertWeights too, so w[e].t() works. Everything
+else a tensor can do is storage: parallel/wrapped_weight.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from converters.config import Numerics
+from converters.grouped_mm import grouped_mm
+from parallel.wrapped_weight import WrappedWeight
+
+
+class FP8ExpertWeight(WrappedWeight):
+    """`FP8ExpertWeight(data, numerics)`; data [E, N, K] or a view of such a weight."""
+
+    _context: Numerics
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if handler := PRODUCT_HANDLERS.get(func):
+            return handler(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _require_weight_right(a: Tensor, w: Tensor, spelling: str) -> Numerics:
+    if not isinstance(w, FP8ExpertWeight) or isinstance(a, FP8ExpertWeight):
+        raise NotImplementedError(
+            f"{spelling}: the FP8 expert weight must be the right operand and the activations the left one; "
+            f"got {type(a).__name__} and {type(w).__name__}. Write x @ w.transpose(-2, -1)."
+        )
+    return w._context
+
+
+def _grouped(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    numerics = _require_weight_right(mat_a, mat_b, "grouped_mm")
+    if offs is None:
+        return _add(_batched(mat_a, mat_b), bias, out_dtype)
+    if mat_a.dim() != 2 or mat_b.dim() != 3:
+        raise NotImplementedError(
+            f"grouped_mm with offs and an FP8 weight takes A [M, K] and W [E, K, N]; got {tuple(mat_a.shape)} and "
+            f"{tuple(mat_b.shape)}."
+        )
+    return _add(grouped_mm(mat_a, mat_b, offs, numerics), bias, out_dtype)
+
+
+def _batched(a: Tensor, w: Tensor) -> Tensor:
+    numerics = _require_weight_right(a, w, "bmm")
+    if a.dim() != 3 or w.dim() != 3 or a.shape[0] != w.shape[0]:
+        raise ValueError(f"bmm takes A [E, M, K] and W [E, K, N]; got {tuple(a.shape)} and {tuple(w.shape)}.")
+    E, M, K = a.shape
+    offs = torch.arange(1, E + 1, dtype=torch.int32, device=a.device) * M
+    return grouped_mm(a.reshape(E * M, K), w, offs, numerics).reshape(E, M, w.shape[2])
+
+
+def _one_group(a: Tensor, w: Tensor) -> Tensor:
+    numerics = _require_weight_right(a, w, "matmul")
+    rows = a.reshape(-1, a.shape[-1])
+    offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=a.device)
+    return grouped_mm(rows, w.unsqueeze(0), offs, numerics).reshape(*a.shape[:-1], w.shape[-1])
+
+
+def _matmul(input: Tensor, other: Tensor) -> Tensor:
+    _require_weight_right(input, other, "matmul")
+    if other.dim() == 3 and input.dim() == 3:
+        return _batched(input, other)
+    if other.dim() != 2:
+        raise NotImplementedError(
+            f"matmul with an FP8 weight takes W [K, N], or A [E, M, K] and W [E, K, N]; got {tuple(input.shape)} and "
+            f"{tuple(other.shape)}."
+        )
+    return _one_group(input, other)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    _require_weight_right(input, weight, "linear")
+    return _add(_one_group(input, weight.transpose(-2, -1)), bias, None)
+
+
+def _add(out: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    out = out if bias is None else out + bias
+    return out if dtype is None else out.to(dtype)
+
+
+def _mm(input: Tensor, mat2: Tensor) -> Tensor:
+    return _matmul(input, mat2)
+
+
+def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
+    return _batched(input, mat2)
+
+
+PRODUCT_HANDLERS: dict[Callable, Callable] = {
+    torch._grouped_mm: _grouped,
+    F.grouped_mm: _grouped,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    torch.mm: _mm,
+    Tensor.mm: _mm,
+    torch.bmm: _bmm,
+    Tensor.bmm: _bmm,
+    F.linear: _linear,
+}

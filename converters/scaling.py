@@ -1,0 +1,43 @@
+"""Scale rules: where a recipe gets the scales of its weights and of the weight gradient's operands from.
+
+                 x, dY            weights                           weight gradient
+    tokenwise    one a token      one an expert                     re-scaled from the row-scaled FP8 x and dY
+    rowwise      one a token      one a row of each contraction     quantized from high precision, one an expert and column
+
+With powers of two, re-scaling is exact but for new subnormals, so tokenwise needs no second copy of an activation.
+"""
+
+import torch
+from torch import Tensor
+
+from converters.backends import get_backend
+from converters.backends.reference import QuantizedWeight
+from converters.config import Numerics
+
+Rows = tuple[Tensor, Tensor, Tensor | None]  # q [M, D], scale [M], and the high-precision tensor [M, D] where it is needed
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of GEMM outputs: autocast's if it is on, else x's."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def quantize_weight(weights: list[Tensor], numerics: Numerics) -> QuantizedWeight:
+    """weights [E, N_i, K], joined along N."""
+    backend = get_backend(numerics.backend)
+    if numerics.recipe == "rowwise":
+        return backend.quantize_weight(weights, per_row=True)
+    return backend.quantize_weight(weights)
+
+
+def wgrad(a: Rows, b: Rows, groups: object, out_dtype: torch.dtype, numerics: Numerics) -> Tensor:
+    """dW [E, N, K] from the two sides of a weight gradient: a of [M, N] (dY), b of [M, K] (X)."""
+    backend = get_backend(numerics.backend)
+    if numerics.wgrad == "bf16":
+        return backend.gemm_wgrad_hp(a[2], b[2], groups, out_dtype)
+    if numerics.wgrad_from_hp:
+        operands = [backend.wgrad_operand_hp(side[2], groups) for side in (a, b)]
+    else:
+        operands = [backend.wgrad_operand(side[0], side[1], groups) for side in (a, b)]
+    return backend.gemm_wgrad(*operands, groups, out_dtype, numerics.accumulate)

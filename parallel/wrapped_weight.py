@@ -1,0 +1,179 @@
+"""How does a wrapped weight live and travel?  A tensor around `_data`; this file knows nothing of FP8.
+
+`WrappedWeight` is the storage half: flatten and unflatten, the ops that keep the wrapper, FSDP2's all-gather. What a GEMM
+with such a weight computes is its subclass's business (converters/expert_weight.py).
+
+How the type of one expert weight changes, outermost first:
+
+    convert        Parameter(Wrapped(meta))
+    EP or TP       DTensor(Wrapped)                       distribute_tensor: the wrapper stays innermost
+    fully_shard    DTensor(Wrapped(shard))                sharded; with EP or TP a mesh axis more
+    forward        Wrapped(gathered), DTensor(Wrapped)    post_all_gather; the module calls to_local()
+    optimizer      runs on `_data`; its states are plain tensors
+    state_dict     DTensor(plain) or plain: see `plain_state_dict`
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+
+# Ops whose result is the same weight, or a part or view of it: they keep the wrapper. zeros_like is left out on purpose, so
+# that optimizer states are plain tensors.
+KEEPS_WRAPPER = {
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.permute.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unbind.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten._pin_memory.default,
+    aten._to_copy.default,
+    aten._unsafe_view.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+    torch.ops.c10d.scatter_.default,
+}
+
+# Products. Reaching one of them below autograd means that nobody chose a precision: refused, never computed silently.
+PRODUCTS = {
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.dot.default,
+    aten.mv.default,
+    aten._grouped_mm.default,
+    aten.linear.default,
+    aten.matmul.default,
+}
+
+
+class WrappedWeight(Tensor):
+    """A weight that is a plain tensor `_data` with a hashable `_context`, and looks like `_data` to everybody else."""
+
+    _data: Tensor
+    _context: Any
+
+    @staticmethod
+    def __new__(cls, data: Tensor, context: Any = None) -> Self:
+        return Tensor._make_wrapper_subclass(
+            cls,
+            data.size(),
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            layout=data.layout,
+            device=data.device,
+            pin_memory=data.is_pinned() if data.device.type == "cpu" else False,
+            requires_grad=data.requires_grad,
+        )
+
+    def __init__(self, data: Tensor, context: Any = None) -> None:
+        self._data = data.detach() if data.requires_grad else data
+        self._context = context
+
+    def rewrap(self, data: Tensor) -> Self:
+        """The same kind of weight around other data."""
+        return type(self)(data, self._context)
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        return ["_data"], {"context": self._context}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], meta: dict[str, Any], size: Any, stride: Any) -> Self:
+        return cls(inner["_data"], meta["context"])
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"{type(self).__name__}({self._context}, {self._data!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in PRODUCTS:
+            raise NotImplementedError(
+                f"{func} with a {cls.__name__}: spell the product as torch.matmul, mm, bmm, @, nn.functional.linear, "
+                "torch._grouped_mm or nn.functional.grouped_mm, outside of no-dispatch code, so that it runs in FP8."
+            )
+        first = next((a for a in _leaves(args) if isinstance(a, WrappedWeight)), None)
+        plain = lambda tree: tree_map_only(WrappedWeight, lambda w: w._data, tree)  # noqa: E731
+        out = func(*plain(args), **plain(kwargs or {}))
+        if func is aten.copy_.default or func._schema.is_mutable and func not in KEEPS_WRAPPER:
+            return args[0] if args and isinstance(args[0], Tensor) and isinstance(out, Tensor) else out
+        if func not in KEEPS_WRAPPER or first is None:
+            return out
+        if func is torch.ops.c10d.scatter_.default:  # writes in place; returns ([tensors], work)
+            return args[0], out[1]
+        return tree_map_only(Tensor, first.rewrap, out)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor], None]:
+        """What FSDP2 gathers: the shard in the policy's dtype. Casting is the hook's task (pytorch#157395)."""
+        return (self._data.to(mp_policy.param_dtype or self._data.dtype),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The gathered weight, first time; later FSDP2 has re-filled the same storage and `out` still wraps it."""
+        (data,) = outputs
+        if out is None:
+            return self.rewrap(data), (data,)
+        local = out._local_tensor if isinstance(out, DTensor) else out
+        assert isinstance(local, WrappedWeight), type(local)
+        assert local._data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+        return None
+
+
+def _leaves(args: Any) -> list[Any]:
+    """The tensors of an op's arguments: some are lists of tensors (foreach, cat), a few lists of lists (c10d)."""
+    if isinstance(args, (tuple, list)):
+        return [leaf for a in args for leaf in _leaves(a)]
+    return [args]
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """`tensor` without the wrapper, through a DTensor; shares storage."""
+    if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, WrappedWeight):
+        return DTensor.from_local(
+            tensor._local_tensor._data,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return tensor._data if isinstance(tensor, WrappedWeight) else tensor
+
+
+def plain_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """State-dict hook: checkpoints hold plain tensors that share storage with the weights, so loading in place works too.
+
+    A pickled wrapper could not be opened by a model without it, nor by anybody with `weights_only` (ao#4782, tt#4240).
+    """
+    for name, _ in module.named_parameters(recurse=False):
+        if (key := prefix + name) in state_dict:
+            state_dict[key] = plain(state_dict[key])
+
+
+def wrap_parameters(module: nn.Module, wrap: Callable[[Tensor], WrappedWeight], names: list[str]) -> None:
+    """Replaces the named parameters of `module` by wrapped ones and keeps its checkpoints plain."""
+    for name in names:
+        param = getattr(module, name)
+        module.register_parameter(name, nn.Parameter(wrap(param.detach()), requires_grad=param.requires_grad))
+    module._register_state_dict_hook(plain_state_dict)
