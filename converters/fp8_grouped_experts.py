@@ -1,0 +1,155 @@
+"""The converter `fp8.grouped_experts`: switches a model's routed experts to FP8, in place, before it is parallelized.
+
+    weights    every stacked weight becomes an FP8ExpertWeight, so whatever its module does with it runs in FP8
+    forward    torchtitan's own GroupedExperts get a forward that is one autograd function over the whole SwiGLU MLP
+               (expert_mlp.py), with no padding of groups; a subclass with a forward of its own keeps it
+
+Three ways in: `[model] converters = ["fp8.grouped_experts"]`, `convert(model, config)`, and
+`torchao.quantization.quantize_(model, FP8GroupedExpertsConfig())`.
+"""
+
+import inspect
+import logging
+import types
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchao.quantization.transform_module import register_quantize_module_handler
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe.moe import GroupedExperts
+
+from converters.capability import resolve, torchao_problem
+from converters.config import FP8GroupedExpertsConfig, Numerics
+from converters.expert_mlp import expert_mlp
+from converters.expert_weight import FP8ExpertWeight
+from converters.selection import ConversionReport, ConvertedWeight, check_alignment, select, stacked_weights
+from parallel.wrapped_weight import wrap_parameters
+
+NAME = "fp8.grouped_experts"
+logger = logging.getLogger(__name__)
+
+
+def _local(w: Tensor) -> Tensor:
+    return w.to_local() if isinstance(w, DTensor) else w
+
+
+def fp8_experts_forward(self: GroupedExperts, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    """Stands in for `GroupedExperts.forward`.
+
+    x [M, D] is grouped by expert; num_tokens_per_expert [E] local experts. Under expert parallelism torchtitan has
+    padded the groups already and the counts include the padding (zero rows: they change no scale and no gradient).
+    """
+    w1, w2, w3 = _local(self.w1), _local(self.w2), _local(self.w3)
+    offs = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
+    return expert_mlp(x, w1, w2, w3, offs, w1._context).type_as(x)
+
+
+def is_routed_experts(module: nn.Module, fqn: str = "") -> bool:
+    """A `filter_fn` for torchao's `quantize_`: torchtitan's routed experts and nothing else."""
+    return isinstance(module, GroupedExperts)
+
+
+def _numerics_of(module: nn.Module) -> Numerics | None:
+    weights = [p for n in stacked_weights(module) if isinstance(p := getattr(module, n), FP8ExpertWeight)]
+    return weights[0]._context if weights else None
+
+
+def convert_module(module: nn.Module, numerics: Numerics) -> None:
+    """Switches one expert module; does nothing if it runs with these numerics already.
+
+    Raises:
+        ValueError: it was converted before with other numerics.
+    """
+    if (before := _numerics_of(module)) is not None:
+        if before != numerics:
+            raise ValueError(
+                f"{type(module).__name__} is in FP8 already ({before}) and cannot be converted again ({numerics}): convert a model once."
+            )
+        logger.info("%s is in FP8 already (%s): left as it is.", type(module).__name__, before)
+        return
+    wrap_parameters(module, lambda data: FP8ExpertWeight(data, numerics), stacked_weights(module))
+    if isinstance(module, GroupedExperts) and type(module).forward is GroupedExperts.forward:
+        module.forward = types.MethodType(fp8_experts_forward, module)
+    describe = f"fp8: {numerics}"
+    module.extra_repr = types.MethodType(lambda self: describe, module)
+
+
+def convert(model: nn.Module, config: FP8GroupedExpertsConfig) -> ConversionReport:
+    """Converts the routed experts of `model` that `config` selects, in place, and records what it did.
+
+    Raises:
+        ValueError: nothing matches, a shape is not supported, or the backend cannot run here.
+    """
+    numerics = resolve(config)
+    chosen, skipped = select(model, config)
+    converted = []
+    for fqn, module in chosen.items():
+        own_forward = isinstance(module, GroupedExperts) and type(module).forward is GroupedExperts.forward
+        convert_module(module, numerics)
+        for name in stacked_weights(module):
+            w = getattr(module, name)
+            note = "" if own_forward else f"{type(module).__name__}.forward as it is, its products in FP8"
+            converted.append(ConvertedWeight(f"{fqn}.{name}", tuple(w.shape), str(w.dtype).removeprefix("torch."), note))
+    report = ConversionReport(NAME, config.recipe, numerics.backend, tuple(converted), tuple(skipped))
+    model.conversion_reports = [*getattr(model, "conversion_reports", []), report]
+    return report
+
+
+class FP8GroupedExpertsConverter:
+    """Routed experts in FP8: one autograd function for the SwiGLU MLP, grouped GEMMs, scales by `[fp8.grouped_experts]`."""
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+        if problem := self.unavailable_reason():
+            raise ValueError(problem)
+        if not hasattr(job_config, "fp8"):
+            raise ValueError(
+                f"{NAME} reads the job-config section [fp8], which this run does not have: add "
+                "--job.custom_config_module=recipes.job_config (or job.custom_config_module in the TOML)."
+            )
+        self.config: FP8GroupedExpertsConfig = job_config.fp8.grouped_experts
+
+    @staticmethod
+    def unavailable_reason() -> str | None:
+        """Why this machine cannot run the converter, in one sentence, or None."""
+        return torchao_problem()
+
+    def convert(self, model: nn.Module) -> None:
+        """Converts `model` in place. Called on the meta device, before any parallelism."""
+        logger.info(convert(model, self.config).summary())
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """Nothing to do after a step: every scale comes from the tensor it scales."""
+
+
+@register_quantize_module_handler(FP8GroupedExpertsConfig)
+def _quantize_handler(module: nn.Module, config: FP8GroupedExpertsConfig) -> nn.Module:
+    """What `quantize_` calls on each module that its filter admits.
+
+    Its default filter admits nn.Linear only, and would hand us the router's gate and the shared experts but never the
+    routed ones (tt#3199). There the config's own selection decides, on the model that quantize_ was called with.
+    """
+    if isinstance(module, nn.Linear):
+        model = _model_of_quantize()
+        if not getattr(model, "conversion_reports", None):
+            convert(model, config)
+        return module
+    if not stacked_weights(module):
+        raise ValueError(
+            f"{type(module).__name__} owns no weights [experts, out, in]: let filter_fn pick expert modules only, e.g. "
+            "converters.fp8_grouped_experts.is_routed_experts."
+        )
+    check_alignment(type(module).__name__, module)
+    convert_module(module, resolve(config))
+    return module
+
+
+def _model_of_quantize() -> nn.Module:
+    """The model argument of the `quantize_` call we are in: torchao passes a handler the matched module alone."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "quantize_" and frame.f_globals.get("__name__", "").startswith("torchao."):
+            return frame.f_locals["model"]
+        frame = frame.f_back
+    raise ValueError("call FP8GroupedExpertsConfig through torchao.quantization.quantize_, or use converters' convert().")

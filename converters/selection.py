@@ -1,0 +1,148 @@
+"""Which modules does a pattern pick, and what is left out and why?
+
+A pattern is a run of whole path components with shell wildcards: `layers.3.moe.experts`, `layers.[0-3]`, `experts`. It picks
+the expert modules whose path contains that run, so `experts` never takes `shared_experts`. An expert module owns stacked
+weights [E, N, K]: torchtitan's GroupedExperts always, any other module only when a pattern names it.
+"""
+
+import difflib
+import re
+from collections import Counter
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter
+
+from converters.config import FP8GroupedExpertsConfig
+
+ALIGNMENT = 16  # bytes: TMA and wgmma read FP8 rows in units of 16 elements
+
+
+@dataclass(frozen=True)
+class ConvertedWeight:
+    """One weight that was wrapped. shape (E, N, K)."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class SkippedModule:
+    """One module with weights that stays as it is, and why."""
+
+    fqn: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What a converter did to a model; kept on the root module as `conversion_reports`."""
+
+    converter: str
+    recipe: str
+    backend: str
+    converted: tuple[ConvertedWeight, ...]
+    skipped: tuple[SkippedModule, ...]
+
+    def summary(self) -> str:
+        """One line for the log."""
+        reasons = Counter(s.reason for s in self.skipped)
+        left = "; ".join(f"{n} {reason}" for reason, n in reasons.items()) or "nothing"
+        return (
+            f"{self.converter}: {len(self.converted)} expert weights in FP8 ({self.recipe}, {self.backend} backend); "
+            f"modules left as they are: {left}."
+        )
+
+
+def stacked_weights(module: nn.Module) -> list[str]:
+    """Names of the module's own weights [E, N, K]."""
+    return [n for n, p in module.named_parameters(recurse=False) if p.dim() == 3 and p.is_floating_point()]
+
+
+def matches(fqn: str, pattern: str) -> bool:
+    """Whether the components of `pattern` are a run of the components of `fqn`."""
+    path, want = fqn.split("."), pattern.split(".")
+    runs = (path[i : i + len(want)] for i in range(len(path) - len(want) + 1))
+    return any(all(map(fnmatchcase, run, want)) for run in runs)
+
+
+def _layer(fqn: str) -> int | None:
+    found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", fqn)
+    return int(found[1]) if found else None
+
+
+def _check_patterns(patterns: list[str], candidates: dict[str, nn.Module]) -> None:
+    for pattern in patterns:
+        if not any(matches(fqn, pattern) for fqn in candidates):
+            near = difflib.get_close_matches(pattern, candidates, n=3, cutoff=0.3) or list(candidates)[:3]
+            raise ValueError(
+                f"[fp8.grouped_experts] fqns: {pattern!r} matches no expert module. Expert modules here: "
+                f"{', '.join(near) or 'none, no module of this model owns weights [experts, out, in]'}."
+            )
+
+
+def check_alignment(fqn: str, module: nn.Module) -> None:
+    """Refuses weights that the FP8 GEMMs cannot read.
+
+    Raises:
+        ValueError: N or K of a weight [E, N, K] is no multiple of 16.
+    """
+    for name in stacked_weights(module):
+        shape = tuple(getattr(module, name).shape)
+        if any(size % ALIGNMENT for size in shape[1:]):
+            raise ValueError(
+                f"{fqn}.{name} has shape {shape}: FP8 GEMMs need both matrix dims to be multiples of {ALIGNMENT}. "
+                "Change the model's dims, or leave this module out with [fp8.grouped_experts] fqns."
+            )
+
+
+def select(model: nn.Module, config: FP8GroupedExpertsConfig) -> tuple[dict[str, nn.Module], list[SkippedModule]]:
+    """The expert modules to convert by name, and everything with weights that is left out.
+
+    Raises:
+        ValueError: nothing matches, a pattern matches nothing, or a weight's shape is not supported.
+    """
+    modules = {fqn.replace("_checkpoint_wrapped_module.", ""): m for fqn, m in model.named_modules()}
+    stacks = {fqn: m for fqn, m in modules.items() if stacked_weights(m)}
+    _check_patterns(config.fqns, stacks)
+    layers = {n for fqn in modules if (n := _layer(fqn)) is not None}
+    last = max(layers, default=-1) - config.skip_last_layers
+    chosen, skipped = {}, []
+    for fqn, module in modules.items():
+        if fqn not in stacks:
+            if list(module.parameters(recurse=False)):
+                skipped.append(SkippedModule(fqn, _why_not_experts(module)))
+            continue
+        layer = _layer(fqn)
+        named = any(matches(fqn, p) for p in config.fqns)
+        if config.fqns and not named:
+            reason = "experts that no pattern of fqns names"
+        elif not named and not isinstance(module, GroupedExperts):
+            reason = f"{type(module).__name__}, not torchtitan's GroupedExperts; name it in fqns to convert it"
+        elif layer is not None and layer < config.skip_first_layers:
+            reason = f"experts in the first {config.skip_first_layers} layers (skip_first_layers)"
+        elif layer is not None and layer > last:
+            reason = f"experts in the last {config.skip_last_layers} layers (skip_last_layers)"
+        else:
+            check_alignment(fqn, module)
+            chosen[fqn] = module
+            continue
+        skipped.append(SkippedModule(fqn, reason))
+    if not chosen:
+        raise ValueError(
+            "[fp8.grouped_experts] converts nothing: "
+            + ("; ".join(f"{s.fqn}: {s.reason}" for s in skipped if s.fqn in stacks)[:300] or "this model has no routed experts")
+            + ". Remove the converter 'fp8.grouped_experts' from model.converters, or change what it skips."
+        )
+    return chosen, skipped
+
+
+def _why_not_experts(module: nn.Module) -> str:
+    if isinstance(module, nn.Linear):
+        return "linear layers (attention, shared experts, router, head): not routed experts"
+    if isinstance(module, (nn.Embedding, TokenChoiceTopKRouter)):
+        return "embeddings and routers: never FP8"
+    return "norms and other modules: never FP8"
