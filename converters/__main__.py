@@ -118,8 +118,8 @@ def _version(package: str) -> str:
 def _table(rows: list[Row]) -> Table:
     table = Table(title="Model converters (names for model.converters)", show_lines=True)
     table.add_column("name and package", no_wrap=True)
-    table.add_column("class and purpose")
-    table.add_column("runs on this machine")
+    table.add_column("class and purpose", overflow="fold")
+    table.add_column("runs on this machine", overflow="fold")
     verdicts = {True: ("yes", "green"), False: ("no", "red"), None: ("unknown", "yellow")}
     for row in rows:
         word, color = verdicts[row.runs]

@@ -4,7 +4,7 @@
 `torchao.quantization.quantize_`. Modules and tensors only ever see `Numerics`: small, frozen, hashable.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from torchao.core.config import AOBaseConfig
@@ -28,6 +28,17 @@ class Numerics:
     wgrad: Wgrad = "fp8"
     accumulate: Accumulate = "fast"
     cache: bool = True
+
+    @property
+    def key(self) -> str:
+        """All of it as one string: custom ops take no dataclasses. `Numerics.parse` is the inverse."""
+        return "/".join(str(getattr(self, f.name)) for f in fields(self))
+
+    @staticmethod
+    def parse(key: str) -> "Numerics":
+        """The numerics whose `key` this is."""
+        recipe, backend, wgrad, accumulate, cache = key.split("/")
+        return Numerics(recipe=recipe, backend=backend, wgrad=wgrad, accumulate=accumulate, cache=cache == "True")
 
     @property
     def wgrad_from_hp(self) -> bool:

@@ -1,4 +1,4 @@
-"""The whole SwiGLU MLP of the routed experts in FP8, as one autograd function.
+"""The whole SwiGLU MLP of the routed experts in FP8, as one differentiable op.
 
     forward   x8,sx = rows(x)     y13 = x8 @ W13^T    h8,sh = rows(silu(y1) * y3)            out = h8 @ W2^T
     backward  g8,sg = rows(g)     dh  = g8 @ W2       dy8,sdy = rows(dswiglu(dh, y13))       dx  = dy8 @ W13
@@ -7,6 +7,9 @@
 W13 is w1 over w3, [E, 2H, D]: x is quantized once and multiplied once; the parameters stay two. Saved for backward: x and
 h in FP8 with their scales, and y13; the SwiGLU is computed again. Only a recipe whose weight gradient starts from high
 precision keeps x too, and computes h again from y13.
+
+Forward and backward are custom ops: torch.compile and activation checkpointing see one node each, whose inputs are the
+parameters themselves, while what is quantized from them stays in weight_cache.py.
 """
 
 from typing import Any
@@ -15,51 +18,107 @@ import torch
 from torch import Tensor
 
 from converters.backends import get_backend
-from converters.backends.reference import swiglu, dswiglu
+from converters.backends.reference import FP8, dswiglu, swiglu
 from converters.config import Numerics
-from converters.scaling import compute_dtype, quantize_weight, wgrad
-from parallel.wrapped_weight import WrappedWeight
+from converters.scaling import compute_dtype, wgrad
+from converters.weight_cache import quantized
 
 
-def _data(w: Tensor) -> Tensor:
-    return w._data if isinstance(w, WrappedWeight) else w
+@torch.library.custom_op("titan_moe_fp8::expert_mlp", mutates_args=())
+def _forward(
+    x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """-> out [M, D], and for backward x8 [M, D], sx [M], y13 [M, 2H], h8 [M, H], sh [M]."""
+    n = Numerics.parse(numerics)
+    backend = get_backend(n.backend)
+    groups = backend.groups(offs, x.shape[0])
+    q13, q2 = quantized([w1, w3], n), quantized([w2], n)
+    x8, sx = backend.quantize_rows(x)
+    y13 = backend.gemm_rows(x8, sx, q13.q, q13.scale, groups, dtype, n.accumulate)
+    h8, sh = backend.swiglu_rows(y13)
+    out = backend.gemm_rows(h8, sh, q2.q, q2.scale, groups, dtype, n.accumulate)
+    return out, x8, sx, y13, h8, sh
 
 
-class _ExpertMLP(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, numerics: Numerics, dtype: torch.dtype
-    ) -> Tensor:
-        backend = get_backend(numerics.backend)
-        groups = backend.groups(offs, x.shape[0])
-        q13 = quantize_weight([_data(w1), _data(w3)], numerics)
-        q2 = quantize_weight([_data(w2)], numerics)
-        x8, sx = backend.quantize_rows(x)
-        y13 = backend.gemm_rows(x8, sx, q13.q, q13.scale, groups, dtype, numerics.accumulate)
-        h8, sh = backend.swiglu_rows(y13)
-        out = backend.gemm_rows(h8, sh, q2.q, q2.scale, groups, dtype, numerics.accumulate)
-        ctx.save_for_backward(
-            x8, sx, y13, h8, sh, q13.q_t, q13.scale_t, q2.q_t, q2.scale_t, offs, x if numerics.wgrad_from_hp else None
-        )
-        ctx.numerics, ctx.x_dtype, ctx.w_dtype = numerics, x.dtype, w1.dtype
-        return out
+@_forward.register_fake
+def _(
+    x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    M, D, H = x.shape[0], x.shape[1], w1.shape[1]
+    rows = [x.new_empty(M, dtype=torch.float32) for _ in range(2)]
+    x8, h8 = x.new_empty((M, D), dtype=FP8), x.new_empty((M, H), dtype=FP8)
+    return x.new_empty((M, D), dtype=dtype), x8, rows[0], x.new_empty((M, 2 * H), dtype=dtype), h8, rows[1]
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        numerics: Numerics = ctx.numerics
-        backend = get_backend(numerics.backend)
-        x8, sx, y13, h8, sh, w13_t, sw13, w2_t, sw2, offs, x = ctx.saved_tensors
-        groups = backend.groups(offs, g.shape[0])
-        g, hp = g.contiguous(), numerics.wgrad_from_hp
-        g8, sg = backend.quantize_rows(g)
-        dh = backend.gemm_rows(g8, sg, w2_t, sw2, groups, y13.dtype, numerics.accumulate)
-        h = swiglu(y13).to(y13.dtype) if hp else None
-        dw2 = wgrad((g8, sg, g), (h8, sh, h), groups, ctx.w_dtype, numerics)
-        dy8, sdy = backend.dswiglu_rows(dh, y13)
-        dy = dswiglu(dh, y13).to(y13.dtype) if hp else None
-        dx = backend.gemm_rows(dy8, sdy, w13_t, sw13, groups, ctx.x_dtype, numerics.accumulate)
-        dw1, dw3 = wgrad((dy8, sdy, dy), (x8, sx, x), groups, ctx.w_dtype, numerics).chunk(2, dim=1)
-        return dx, dw1, dw2, dw3, None, None, None
+
+@torch.library.custom_op("titan_moe_fp8::expert_mlp_backward", mutates_args=())
+def _backward(
+    g: Tensor,
+    x: Tensor | None,
+    x8: Tensor,
+    sx: Tensor,
+    y13: Tensor,
+    h8: Tensor,
+    sh: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    offs: Tensor,
+    numerics: str,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dx [M, D], dw13 [E, 2H, D], dw2 [E, D, H]. x is given where the weight gradient needs it."""
+    n = Numerics.parse(numerics)
+    backend, hp = get_backend(n.backend), n.wgrad_from_hp
+    groups = backend.groups(offs, g.shape[0])
+    q13, q2 = quantized([w1, w3], n), quantized([w2], n)
+    g8, sg = backend.quantize_rows(g)
+    dh = backend.gemm_rows(g8, sg, q2.q_t, q2.scale_t, groups, y13.dtype, n.accumulate)
+    h = swiglu(y13).to(y13.dtype) if hp else None
+    dw2 = wgrad((g8, sg, g), (h8, sh, h), groups, w2.dtype, n)
+    dy8, sdy = backend.dswiglu_rows(dh, y13)
+    dy = dswiglu(dh, y13).to(y13.dtype) if hp else None
+    dx = backend.gemm_rows(dy8, sdy, q13.q_t, q13.scale_t, groups, x_dtype, n.accumulate)
+    dw13 = wgrad((dy8, sdy, dy), (x8, sx, x), groups, w1.dtype, n)
+    return dx, dw13, dw2
+
+
+@_backward.register_fake
+def _(
+    g: Tensor,
+    x: Tensor | None,
+    x8: Tensor,
+    sx: Tensor,
+    y13: Tensor,
+    h8: Tensor,
+    sh: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    offs: Tensor,
+    numerics: str,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    E, H, D = w1.shape
+    return g.new_empty(x8.shape, dtype=x_dtype), w1.new_empty((E, 2 * H, D)), w2.new_empty((E, D, H))
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, w1, w2, w3, offs, numerics, _ = inputs
+    keep_x = x if Numerics.parse(numerics).wgrad_from_hp else None
+    ctx.save_for_backward(keep_x, *output[1:], w1, w2, w3, offs)
+    ctx.numerics, ctx.x_dtype = numerics, x.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
+    if g is None:
+        return (None,) * 7
+    dx, dw13, dw2 = _backward(g.contiguous(), *ctx.saved_tensors, ctx.numerics, ctx.x_dtype)
+    dw1, dw3 = dw13.chunk(2, dim=1)
+    return dx, dw1, dw2, dw3, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
 
 
 def expert_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, numerics: Numerics) -> Tensor:
@@ -73,6 +132,9 @@ def expert_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, nume
 
     Returns:
         [M, D] in x's dtype, or autocast's. Weight gradients have the weights' dtype.
+
+    Raises:
+        ValueError: shapes that do not belong together.
     """
     E, H, D = w1.shape
     if x.dim() != 2 or x.shape[1] != D or w3.shape != w1.shape or w2.shape != (E, D, H) or offs.shape != (E,):
@@ -81,4 +143,4 @@ def expert_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, nume
             + ", ".join(str(tuple(t.shape)) for t in (x, w1, w3, w2, offs))
             + "."
         )
-    return _ExpertMLP.apply(x, w1, w2, w3, offs.to(torch.int32), numerics, compute_dtype(x))
+    return _forward(x.contiguous(), w1, w2, w3, offs.to(torch.int32), numerics.key, compute_dtype(x))[0]

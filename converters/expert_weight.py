@@ -11,7 +11,8 @@ else a tensor can do is storage: parallel/wrapped_weight.py.
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,10 @@ class FP8ExpertWeight(WrappedWeight):
     """`FP8ExpertWeight(data, numerics)`; data [E, N, K] or a view of such a weight."""
 
     _context: Numerics
+
+    def gathered(self, data: Tensor) -> Self:
+        """FSDP2's unsharded weight: not cached, since a cache would outlive the reshard and undo its memory saving."""
+        return type(self)(data, replace(self._context, cache=False))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

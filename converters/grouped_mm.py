@@ -13,37 +13,68 @@ import torch
 from torch import Tensor
 
 from converters.backends import get_backend
+from converters.backends.reference import FP8
 from converters.config import Numerics
-from converters.scaling import compute_dtype, quantize_weight, wgrad
-from parallel.wrapped_weight import WrappedWeight
+from converters.scaling import compute_dtype, wgrad
+from converters.weight_cache import quantized
 
 
-class _GroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor, numerics: Numerics, dtype: torch.dtype) -> Tensor:
-        backend = get_backend(numerics.backend)
-        groups = backend.groups(offs, x.shape[0])
-        data = w._data if isinstance(w, WrappedWeight) else w
-        qw = quantize_weight([data.transpose(1, 2)], numerics)
-        x8, sx = backend.quantize_rows(x)
-        ctx.save_for_backward(x8, sx, x if numerics.wgrad_from_hp else None, qw.q_t, qw.scale_t, offs)
-        ctx.numerics, ctx.dtype, ctx.x_dtype, ctx.w_dtype = numerics, dtype, x.dtype, w.dtype
-        return backend.gemm_rows(x8, sx, qw.q, qw.scale, groups, dtype, numerics.accumulate)
+@torch.library.custom_op("titan_moe_fp8::grouped_mm", mutates_args=())
+def _forward(
+    x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> y [M, N], and for backward x8 [M, K], sx [M]."""
+    n = Numerics.parse(numerics)
+    backend = get_backend(n.backend)
+    qw = quantized([w.transpose(1, 2)], n)
+    x8, sx = backend.quantize_rows(x)
+    groups = backend.groups(offs, x.shape[0])
+    return backend.gemm_rows(x8, sx, qw.q, qw.scale, groups, dtype, n.accumulate), x8, sx
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        numerics: Numerics = ctx.numerics
-        backend = get_backend(numerics.backend)
-        x8, sx, x, w_t, sw_t, offs = ctx.saved_tensors
-        groups = backend.groups(offs, g.shape[0])
-        g = g.contiguous()
-        g8, sg = backend.quantize_rows(g)
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = backend.gemm_rows(g8, sg, w_t, sw_t, groups, ctx.x_dtype, numerics.accumulate)
-        if ctx.needs_input_grad[1]:
-            dw = wgrad((g8, sg, g), (x8, sx, x), groups, ctx.w_dtype, numerics).transpose(1, 2)
-        return dx, dw, None, None, None
+
+@_forward.register_fake
+def _(x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    M = x.shape[0]
+    return x.new_empty((M, w.shape[2]), dtype=dtype), x.new_empty(x.shape, dtype=FP8), x.new_empty(M, dtype=torch.float32)
+
+
+@torch.library.custom_op("titan_moe_fp8::grouped_mm_backward", mutates_args=())
+def _backward(
+    g: Tensor, x: Tensor | None, x8: Tensor, sx: Tensor, w: Tensor, offs: Tensor, numerics: str, x_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """-> dx [M, K], dw [E, N, K] (w's storage orientation)."""
+    n = Numerics.parse(numerics)
+    backend = get_backend(n.backend)
+    groups = backend.groups(offs, g.shape[0])
+    qw = quantized([w.transpose(1, 2)], n)
+    g8, sg = backend.quantize_rows(g)
+    dx = backend.gemm_rows(g8, sg, qw.q_t, qw.scale_t, groups, x_dtype, n.accumulate)
+    return dx, wgrad((g8, sg, g), (x8, sx, x), groups, w.dtype, n)
+
+
+@_backward.register_fake
+def _(
+    g: Tensor, x: Tensor | None, x8: Tensor, sx: Tensor, w: Tensor, offs: Tensor, numerics: str, x_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return g.new_empty(x8.shape, dtype=x_dtype), w.new_empty((w.shape[0], w.shape[2], w.shape[1]))
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, w, offs, numerics, _ = inputs
+    keep_x = x if Numerics.parse(numerics).wgrad_from_hp else None
+    ctx.save_for_backward(keep_x, *output[1:], w, offs)
+    ctx.numerics, ctx.x_dtype = numerics, x.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
+    if g is None:
+        return (None,) * 5
+    dx, dw = _backward(g.contiguous(), *ctx.saved_tensors, ctx.numerics, ctx.x_dtype)
+    return dx, dw.transpose(1, 2), None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
 
 
 def grouped_mm(x: Tensor, w: Tensor, offs: Tensor, numerics: Numerics) -> Tensor:
@@ -57,9 +88,13 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor, numerics: Numerics) -> Tensor
 
     Returns:
         [M, N] in x's dtype, or autocast's.
+
+    Raises:
+        ValueError: shapes that do not belong together.
     """
     if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or offs.shape != w.shape[:1]:
         raise ValueError(
-            f"grouped_mm takes x [M, K], w [E, K, N] and offs [E]; got {tuple(x.shape)}, {tuple(w.shape)} and {tuple(offs.shape)}."
+            "grouped_mm takes x [M, K], w [E, K, N] and offs [E]; got "
+            f"{tuple(x.shape)}, {tuple(w.shape)} and {tuple(offs.shape)}."
         )
-    return _GroupedMM.apply(x, w, offs.to(torch.int32), numerics, compute_dtype(x))
+    return _forward(x.contiguous(), w, offs.to(torch.int32), numerics.key, compute_dtype(x))[0]

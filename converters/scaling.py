@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from converters.backends import get_backend
-from converters.backends.reference import QuantizedWeight
 from converters.config import Numerics
 
 Rows = tuple[Tensor, Tensor, Tensor | None]  # q [M, D], scale [M], and the high-precision tensor [M, D] where it is needed
@@ -21,14 +20,6 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of GEMM outputs: autocast's if it is on, else x's."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def quantize_weight(weights: list[Tensor], numerics: Numerics) -> QuantizedWeight:
-    """weights [E, N_i, K], joined along N."""
-    backend = get_backend(numerics.backend)
-    if numerics.recipe == "rowwise":
-        return backend.quantize_weight(weights, per_row=True)
-    return backend.quantize_weight(weights)
 
 
 def wgrad(a: Rows, b: Rows, groups: object, out_dtype: torch.dtype, numerics: Numerics) -> Tensor:

@@ -111,15 +111,21 @@ class WrappedWeight(Tensor):
                 "torch._grouped_mm or nn.functional.grouped_mm, outside of no-dispatch code, so that it runs in FP8."
             )
         first = next((a for a in _leaves(args) if isinstance(a, WrappedWeight)), None)
-        plain = lambda tree: tree_map_only(WrappedWeight, lambda w: w._data, tree)  # noqa: E731
-        out = func(*plain(args), **plain(kwargs or {}))
-        if func is aten.copy_.default or func._schema.is_mutable and func not in KEEPS_WRAPPER:
-            return args[0] if args and isinstance(args[0], Tensor) and isinstance(out, Tensor) else out
+        unwrap = lambda tree: tree_map_only(WrappedWeight, lambda w: w._data, tree)  # noqa: E731
+        out = func(*unwrap(args), **unwrap(kwargs or {}))
+        if written := _written(func, args, kwargs or {}):
+            # Below __torch_dispatch__ nothing counts versions, and fused optimizers count none on the wrapper either.
+            torch.autograd.graph.increment_version([w._data for w in written])
+            return args[0] if args and isinstance(args[0], WrappedWeight) and isinstance(out, Tensor) else out
         if func not in KEEPS_WRAPPER or first is None:
             return out
         if func is torch.ops.c10d.scatter_.default:  # writes in place; returns ([tensors], work)
             return args[0], out[1]
         return tree_map_only(Tensor, first.rewrap, out)
+
+    def gathered(self, data: Tensor) -> Self:
+        """What FSDP2 unshards to: `data` lives only until it is resharded."""
+        return self.rewrap(data)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
@@ -133,7 +139,7 @@ class WrappedWeight(Tensor):
         """The gathered weight, first time; later FSDP2 has re-filled the same storage and `out` still wraps it."""
         (data,) = outputs
         if out is None:
-            return self.rewrap(data), (data,)
+            return self.gathered(data), (data,)
         local = out._local_tensor if isinstance(out, DTensor) else out
         assert isinstance(local, WrappedWeight), type(local)
         assert local._data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
@@ -145,6 +151,15 @@ def _leaves(args: Any) -> list[Any]:
     if isinstance(args, (tuple, list)):
         return [leaf for a in args for leaf in _leaves(a)]
     return [args]
+
+
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[WrappedWeight]:
+    """The wrapped weights that `func` writes into, by its schema."""
+    if not func._schema.is_mutable:
+        return []
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    return [w for name in names for w in _leaves(given.get(name)) if isinstance(w, WrappedWeight)]
 
 
 def plain(tensor: Tensor) -> Tensor:

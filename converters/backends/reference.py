@@ -129,10 +129,13 @@ def _(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=FP8), x.new_empty((offs.shape[0], x.shape[1]), dtype=torch.float32)
 
 
-def quantize_weight(weights: list[Tensor], per_row: bool = False) -> QuantizedWeight:
+def quantize_weight(
+    weights: list[Tensor], per_row: bool = False, previous: QuantizedWeight | None = None
+) -> QuantizedWeight:
     """weights [E, N_i, K], joined along N (w1 and w3 become one GEMM).
 
     per_row False: one scale an expert, so q and q_t are the same bytes. True: one scale a row of each contraction.
+    `previous` may save a backend the search for the amax; it never changes the result.
     """
     w = torch.cat(weights, dim=1)
     amax = w.abs().amax(2) if per_row else w.abs().amax((1, 2))

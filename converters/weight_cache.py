@@ -1,0 +1,70 @@
+"""Quantized weights, made once per optimizer step and reused: by every micro-batch, by backward, by recomputation.
+
+An entry belongs to the storage and place of the weights it was made from and holds their version counters: whatever writes
+into a weight (optimizer, checkpoint load, init) ends it. Payload and scale are one object, so a fresh scale can never meet
+an old payload: the bug that turned weights to zero elsewhere (TransformerEngine#1047). An old entry is not dead, though:
+its amax is a good guess for the next one, which the hopper backend checks on the device.
+
+The one mutable state at module level in this project: custom ops receive plain tensors, so what they share must be
+reachable from here. Weights that live only from an all-gather to the next reshard are not cached (expert_weight.py).
+"""
+
+import threading
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from converters.backends import get_backend
+from converters.backends.reference import QuantizedWeight
+from converters.config import Numerics
+
+Key = tuple
+
+
+@dataclass(frozen=True)
+class _Entry:
+    storages: tuple[StorageWeakRef, ...]
+    versions: tuple[int, ...]
+    quantized: QuantizedWeight
+
+
+_entries: dict[Key, _Entry] = {}
+_lock = threading.Lock()  # autograd runs a device's backward on a thread of its own
+
+
+def quantize(weights: list[Tensor], numerics: Numerics, previous: QuantizedWeight | None = None) -> QuantizedWeight:
+    """weights [E, N_i, K], joined along N, quantized now. `previous`: what the same weights were quantized to before."""
+    return get_backend(numerics.backend).quantize_weight(weights, per_row=numerics.recipe == "rowwise", previous=previous)
+
+
+def quantized(weights: list[Tensor], numerics: Numerics) -> QuantizedWeight:
+    """weights [E, N_i, K], joined along N: from the cache while they are unchanged, if `numerics.cache`."""
+    if not numerics.cache or any(w.is_inference() for w in weights):
+        return quantize(weights, numerics)
+    place = tuple((w.untyped_storage()._cdata, w.storage_offset(), tuple(w.shape), w.dtype) for w in weights)
+    key = (place, numerics.recipe, numerics.backend)
+    versions = tuple(w._version for w in weights)
+    with _lock:
+        entry = _entries.get(key)
+        if entry is not None and any(ref.expired() for ref in entry.storages):
+            entry = None
+        if entry is not None and entry.versions == versions:
+            return entry.quantized
+        fresh = quantize(weights, numerics, None if entry is None else entry.quantized)
+        for dead in [k for k, e in _entries.items() if any(ref.expired() for ref in e.storages)]:
+            del _entries[dead]
+        _entries[key] = _Entry(tuple(StorageWeakRef(w.untyped_storage()) for w in weights), versions, fresh)
+        return fresh
+
+
+def cached_bytes() -> int:
+    """Memory of all entries."""
+    tensors = [t for e in _entries.values() for t in (e.quantized.q, e.quantized.q_t, e.quantized.scale)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def clear() -> None:
+    """Drops every entry."""
+    with _lock:
+        _entries.clear()
