@@ -141,12 +141,12 @@ def _unknown(name: str, known: Iterable[str]) -> ValueError:
     )
 
 
-def _declared_in_checkout() -> set[str]:
-    """Names that the pyproject.toml beside this folder declares; none where this package is installed without it."""
+def _declared_in_checkout() -> dict[str, str]:
+    """Entry points in the pyproject.toml beside this folder; none where this package is installed without it."""
     path = Path(__file__).parents[1] / "pyproject.toml"
     if not path.exists():
-        return set()
+        return {}
     project = tomllib.loads(path.read_text()).get("project", {})
     if project.get("name") != DISTRIBUTION:
-        return set()
-    return set(project.get("entry-points", {}).get(GROUP, {}))
+        return {}
+    return project.get("entry-points", {}).get(GROUP, {})
