@@ -1,10 +1,10 @@
 """python -m recipes.compare RUN_A RUN_B: is the loss curve of B that of A, and what did it cost?
 
-Reads both runs' TensorBoard events at full precision, prints tables of loss, validation loss, gradient norm, tokens/s and
-memory at the steps that both logged, and writes compare.png and compare.json. A gap is B - A: give the BF16 run first.
+Reads both runs' TensorBoard events at full precision, prints tables of loss, validation loss, gradient norm, tokens/s
+and memory at the steps that both logged, and writes compare.png and compare.json. A gap is B - A: give BF16 first.
 
-Exit code: 0 the limits hold (or none was given), 1 a limit is exceeded or a run has a loss or gradient norm that is nan or
-inf, 2 the runs cannot be compared.
+Exit code: 0 the limits hold (or none was given), 1 a limit is exceeded or a run has a nan or inf in its losses or
+gradient norms, 2 the runs cannot be compared.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     """The content of compare.json. A nan or inf becomes null there and is listed under `verdict.failures`."""
     return {
         "schema": 1,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "verdict": {"passed": comparison.passed, "line": comparison.verdict, "failures": list(comparison.failures)},
         "limits": asdict(comparison.limits),
         "runs": {"a": _run_json(comparison.a), "b": _run_json(comparison.b)},
@@ -119,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="DIR", help="where compare.png and compare.json go (default: RUN_B)")
     loss_help = "limit on |smoothed training loss gap| at the last step"
     parser.add_argument("--max-loss-gap", metavar="X", type=_limit, help=loss_help)
-    parser.add_argument("--max-val-gap", metavar="X", type=_limit, help="limit on |validation loss gap| at the last step")
+    parser.add_argument(
+        "--max-val-gap", metavar="X", type=_limit, help="limit on |validation loss gap| at the last step"
+    )
     smooth_help = "smoothed = mean over the last N matched steps (default: 5; 1: none)"
     parser.add_argument("--smooth", metavar="N", type=_count, default=5, help=smooth_help)
     return parser

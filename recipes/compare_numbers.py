@@ -1,4 +1,4 @@
-"""The numbers of a comparison: which steps match, the gaps, whether the limits hold, and whether two runs may be compared."""
+"""The numbers of a comparison: may runs be compared, which steps match, how large are the gaps, do the limits hold."""
 
 import math
 import statistics
@@ -66,7 +66,9 @@ class Pair:
         for entry in named.values():
             entry["step"] = entry.pop("steps")
         medians = self.medians()
-        return named | {"median": {"a": medians[0], "b": medians[1]}, "max": {"a": max(self.a), "b": max(self.b)}} | series
+        return (
+            named | {"median": {"a": medians[0], "b": medians[1]}, "max": {"a": max(self.a), "b": max(self.b)}} | series
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,10 @@ def check_comparable(a: Run, b: Run, limits: Limits) -> list[str]:
     if a.folder.resolve() == b.folder.resolve():
         raise RunError(f"RUN_A and RUN_B are the same folder, {a.folder}: name two runs.")
     notes = _check_steps(a, b)
-    for metric, limit, flag in (("loss", limits.loss, "--max-loss-gap"), ("val_loss", limits.val_loss, "--max-val-gap")):
+    for metric, limit, flag in (
+        ("loss", limits.loss, "--max-loss-gap"),
+        ("val_loss", limits.val_loss, "--max-val-gap"),
+    ):
         if limit is not None and not a.series(TAGS[metric]).keys() & b.series(TAGS[metric]).keys():
             raise RunError(f"{flag} cannot be checked: the runs have no {NAMES[metric]} at a common step.")
     stock = [run.label for run in (a, b) if run.info is None]
@@ -141,7 +146,9 @@ def _check_steps(a: Run, b: Run) -> list[str]:
     if max(steps_a) != max(steps_b):
         ends = f"{a.label} ends at step {max(steps_a)} and {b.label} at {max(steps_b)}"
         raise RunError(f"The runs do not match in steps: {ends}; train both for the same number of steps.")
-    alone = [f"{len(only)} only in {run.label}" for run, only in ((a, steps_a - steps_b), (b, steps_b - steps_a)) if only]
+    alone = [
+        f"{len(only)} only in {run.label}" for run, only in ((a, steps_a - steps_b), (b, steps_b - steps_a)) if only
+    ]
     notes = _check_validation_steps(a, b, max(steps_a))
     if alone:
         notes.append(f"{len(steps_a & steps_b)} logged steps match; {' and '.join(alone)}, left out.")
@@ -155,15 +162,21 @@ def _check_validation_steps(a: Run, b: Run, last: int) -> list[str]:
     common = validated[0] & validated[1]
     if not common:
         return ["No validation step is common to both runs: their validation losses are not compared."]
-    return [] if max(common) == last else [f"The last common validation is at step {max(common)}, the runs end at {last}."]
+    return (
+        [] if max(common) == last else [f"The last common validation is at step {max(common)}, the runs end at {last}."]
+    )
 
 
 def _check_info(a: Run, b: Run) -> None:
     seeds = (a.info["seed"], b.info["seed"])
     if seeds[0] != seeds[1]:
-        raise RunError(f"The runs do not match in seed: {seeds[0]} and {seeds[1]}; train both with the same debug.seed.")
+        raise RunError(
+            f"The runs do not match in seed: {seeds[0]} and {seeds[1]}; train both with the same debug.seed."
+        )
     if seeds[0] is None:
-        raise RunError("Neither run set debug.seed, so they began with different weights: train both with one debug.seed.")
+        raise RunError(
+            "Neither run set debug.seed, so they began with different weights: train both with one debug.seed."
+        )
     if a.info["model"] != b.info["model"]:
         raise RunError(f"The runs train different models: {a.info['model']!r} and {b.info['model']!r}.")
     for part in ("data", "validation"):

@@ -21,8 +21,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     groups = step_columns(comparison, steps)
     together = 10 + sum(max(map(len, [head, *cells])) + 2 for group in groups for head, cells in group.items())
     title = f"A = {comparison.a.label}, B = {comparison.b.label}, gap = B - A"
+    console.print(Text(title, style="bold"))
     for columns in [{k: v for group in groups for k, v in group.items()}] if together <= console.width else groups:
-        console.print(_table(title, steps, columns))
+        console.print(_table(steps, columns))
     console.print(_summary(comparison))
     for note in comparison.notes:
         console.print(Text(f"Note: {note}", style="yellow"))
@@ -69,8 +70,8 @@ def _columns(pair: Pair, steps: list[int], name: str, number: str, gap: str = ""
     return columns
 
 
-def _table(title: str, steps: list[int], columns: Columns) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, padding=(0, 1))
+def _table(steps: list[int], columns: Columns) -> Table:
+    table = Table(header_style="bold", box=None, padding=(0, 1))
     for heading in ("step", *columns):
         table.add_column(heading, justify="right", no_wrap=True, style="cyan" if "gap" in heading else None)
     for i, step in enumerate(steps):
@@ -113,7 +114,9 @@ def _cost_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         if pairs[metric].steps:
             rows.append((name, *_row(*pairs[metric].medians(), form)))
     if pairs["memory_gib"].steps:
-        rows.append(("peak memory a device, GiB", *_row(max(pairs["memory_gib"].a), max(pairs["memory_gib"].b), "{:.3f}")))
+        rows.append(
+            ("peak memory a device, GiB", *_row(max(pairs["memory_gib"].a), max(pairs["memory_gib"].b), "{:.3f}"))
+        )
     peaks = [(run.info or {}).get("mfu_peak") for run in (comparison.a, comparison.b)]
     # An MFU says nothing without the peak it refers to, and two of different peaks do not compare.
     if pairs["mfu_percent"].steps and peaks[0] and peaks[0] == peaks[1]:

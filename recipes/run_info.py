@@ -5,7 +5,7 @@ reporting.py writes it when a run starts; compare.py reads it back.
 
 import json
 import platform
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def describe_run(
     """
     return {
         "schema": 1,
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "recipe": config["job"].get("config_file"),
         "model": f"{config['model']['name']} {config['model']['flavor']}",
         "converters": list(config["model"]["converters"]),
@@ -66,7 +66,7 @@ def describe_run(
 
 
 def _data(config: dict[str, Any], batch_degree: int) -> dict[str, Any]:
-    """What decides which tokens the model sees at a step. Split of the batch over ranks and micro-batches is not in it."""
+    """What decides which tokens the model sees at a step. How ranks and micro-batches split the batch is not in it."""
     training = config["training"]
     batch = training["global_batch_size"]
     return {

@@ -1,8 +1,8 @@
 """Reads one run from disk: its TensorBoard scalars at full precision, and its run.json.
 
-A run is the dump folder of a job (`job.dump_folder`): `run.json` beside a TensorBoard folder with one sub-folder a start,
-`tb/20260131-1530/events.out.tfevents...`. A resumed run has several. TensorBoard stores a scalar as one float32; every
-value here is that float32, exactly, in a Python float.
+A run is the dump folder of a job (`job.dump_folder`): `run.json` beside a TensorBoard folder with one sub-folder a
+start, `tb/20260131-1530/events.out.tfevents...`. A resumed run has several. TensorBoard stores a scalar as one float32;
+every value here is that float32, exactly, in a Python float.
 """
 
 import json
@@ -51,7 +51,9 @@ def read_run(folder: str | Path) -> Run:
         raise RunError(f"{folder} is not a folder: give the job.dump_folder of a run.")
     home, info = _read_info(folder)
     files = _event_files(folder, 0 if info is None else info.get("metrics_rank", 0))
-    scalars = _merge([scalars for _, scalars in sorted((_read_events(file) for file in files), key=lambda read: read[0])])
+    scalars = _merge(
+        [scalars for _, scalars in sorted((_read_events(file) for file in files), key=lambda read: read[0])]
+    )
     if not scalars:
         raise RunError(f"{folder} has TensorBoard files but no scalar in them yet: wait for the first logged step.")
     return Run(label=home.resolve().name, folder=folder, event_files=tuple(files), scalars=scalars, info=info)

@@ -1,0 +1,230 @@
+"""What a run says of itself: a table before the first step, torchtitan's line at each logged step, a table at the end.
+
+`build_metrics_processor` goes into a train spec. Beyond torchtitan's own processor it writes run.json (run_info.py),
+shows a progress bar on a terminal (progress.py), and stops the run at a nan or inf (finite.py).
+"""
+
+import atexit
+import json
+import math
+import os
+import statistics
+import sys
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, TensorBoardLogger
+from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of  # the rank whose events hold the loss
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols import BaseModelArgs
+from torchtitan.tools.logging import logger
+
+from converters.selection import ConversionReport
+from recipes.finite import GradientWatch
+from recipes.progress import ProgressBar
+from recipes.report_tables import RunSummary, conversion_table, end_table
+from recipes.run_info import describe_run, write_run_info
+
+# Where the output is no terminal: a log file, a pipe of torchrun.
+FILE_WIDTH = 120
+
+# torchtitan's get_peak_flops answers with an A100's peak for every device it does not know.
+A100_FLOPS = 312e12
+
+
+class RecordingLogger(BaseLogger):
+    """Passes metrics on to torchtitan's loggers and keeps what the end table needs."""
+
+    def __init__(self, inner: BaseLogger) -> None:
+        self.inner = inner
+        self.speeds: list[float] = []
+        self.peak_memory_gib: float | None = None
+        self.mfus: list[float] = []
+        self.loss: tuple[int, float] | None = None
+        self.val_loss: tuple[int, float] | None = None
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Called by torchtitan with one dict for a training step and another for a validation."""
+        self.inner.log(metrics, step)
+        for key, value in metrics.items():
+            if key.endswith("memory/max_reserved(GiB)"):
+                self.peak_memory_gib = max(value, self.peak_memory_gib or 0.0)
+        if "loss_metrics/global_avg_loss" in metrics:
+            self.loss = (step, metrics["loss_metrics/global_avg_loss"])
+            self.speeds.append(metrics["throughput(tps)"])
+            self.mfus.append(metrics["mfu(%)"])
+        if "validation_metrics/loss" in metrics:
+            self.val_loss = (step, metrics["validation_metrics/loss"])
+
+    def add_text(self, tag: str, text: str) -> None:
+        """Shows `text` (Markdown) under TensorBoard's Text tab, where TensorBoard is on."""
+        loggers = self.inner._loggers if isinstance(self.inner, LoggerContainer) else []
+        for each in loggers:
+            if isinstance(each, TensorBoardLogger):
+                each.writer.add_text(tag, text, 0)
+
+    def close(self) -> None:
+        """Writes out and closes torchtitan's loggers."""
+        self.inner.close()
+
+
+class ReportingMetricsProcessor(MetricsProcessor):
+    """torchtitan's MetricsProcessor with tables, a progress bar, run.json and a stop at the first nan.
+
+    One rank speaks: the one whose log holds the loss, which is rank 0 except under most pipeline schedules.
+    """
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
+        self._watch: GradientWatch | None = None
+        self._model_parts: list[nn.Module] | None = None
+        super().__init__(job_config, parallel_dims, tag)
+        self.logger: RecordingLogger = RecordingLogger(self.logger)
+        self._speaks = torch.distributed.get_rank() == metrics_rank_of(parallel_dims, job_config)
+        self._steps_done = 0
+        self._closed = False
+        self._bar = ProgressBar(job_config.training.steps, no_color=job_config.metrics.disable_color_printing)
+        if self._speaks:
+            self._write_run_info()
+        # Ctrl-C ends torchtitan's main() without a close(): the terminal must get its cursor back all the same.
+        atexit.register(self.close)
+
+    @property
+    def model_parts(self) -> list[nn.Module] | None:
+        """The trainer sets it once, when the model is built, parallelized and initialized."""
+        return self._model_parts
+
+    @model_parts.setter
+    def model_parts(self, model_parts: list[nn.Module] | None) -> None:
+        self._model_parts = model_parts
+        if model_parts is None:
+            return
+        self._watch = GradientWatch(model_parts)
+        self._watch.install()
+        if self._speaks:
+            self._print(conversion_table(conversion_reports(model_parts)))
+            self._bar.start()
+
+    def should_log(self, step: int) -> bool:
+        """Whether `step` is logged. The trainer asks once a step, after the optimizer and before a checkpoint.
+
+        Raises:
+            NonFiniteError: see finite.py. A step that is logged is left to `log`, which knows its loss.
+        """
+        due = super().should_log(step)
+        if self._watch is not None:
+            self._watch.end_step(step, look_now=not due and self._must_be_finite(step))
+        self._steps_done = step
+        if self._speaks:
+            self._bar.advance(step)
+        return due
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """torchtitan's step line and events; then an error if the loss or the gradient norm is nan or inf."""
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        self._bar.show_loss(global_avg_loss)
+        if self._watch is not None:
+            self._watch.check(step, global_avg_loss, grad_norm)
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """torchtitan's validation line. A loss of nan (one empty batch is enough) is said, training goes on."""
+        super().log_validation(loss, step, extra_metrics)
+        if not math.isfinite(loss):
+            logger.error(f"Step {step}: the validation loss is {loss}.")
+
+    def close(self) -> None:
+        """Ends the bar, writes out the logs and prints the end table. Also after an exception, and more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._bar.stop()
+        if self._watch is not None:
+            self._watch.remove()
+        super().close()
+        if self._speaks:
+            self._print(end_table(self._summary()))
+
+    def _print(self, renderable: Any) -> None:
+        width = None if sys.stdout.isatty() else FILE_WIDTH
+        no_color = self.job_config.metrics.disable_color_printing or None
+        (self._bar.console or Console(width=width, no_color=no_color)).print(renderable)
+
+    def _must_be_finite(self, step: int) -> bool:
+        """Whether step is the last one or saves a checkpoint (as CheckpointManager._should_save)."""
+        checkpoint = self.job_config.checkpoint
+        first = step == 1 and checkpoint.enable_first_step_checkpoint
+        saves = checkpoint.enable and not checkpoint.load_only and (first or step % checkpoint.interval == 0)
+        return saves or step == self.job_config.training.steps
+
+    def _write_run_info(self) -> None:
+        dims, config = self.parallel_dims, self.job_config
+        info = describe_run(
+            config.to_dict(),
+            device=self.device_memory_monitor.device_name,
+            world_size=dims.world_size,
+            batch_degree=dims.dp_replicate * dims.dp_shard,
+            metrics_rank=metrics_rank_of(dims, config),
+            mfu_peak=mfu_peak(self.gpu_peak_flops, self.device_memory_monitor.device_name),
+        )
+        logger.info(f"This run is described in {write_run_info(config.job.dump_folder, info)}")
+        self.logger.add_text("run", f"```json\n{json.dumps(info, indent=2, default=str)}\n```")
+
+    def _summary(self) -> RunSummary:
+        seen, config = self.logger, self.job_config
+        steady = seen.speeds[1:] or seen.speeds  # the first holds compilation and first-touch memory
+        return RunSummary(
+            steps_done=self._steps_done,
+            steps_planned=config.training.steps,
+            loss=seen.loss,
+            val_loss=seen.val_loss,
+            tokens_per_second=statistics.median(steady) if steady else None,
+            peak_memory_gib=seen.peak_memory_gib,
+            mfu=self._mfu(),
+            folder=config.job.dump_folder,
+            tensorboard=os.path.join(config.job.dump_folder, config.metrics.save_tb_folder),
+            converters=tuple(config.model.converters),
+        )
+
+    def _mfu(self) -> str:
+        peak = mfu_peak(self.gpu_peak_flops, self.device_memory_monitor.device_name)
+        mfus = self.logger.mfus[1:] or self.logger.mfus
+        if peak is None or not mfus:
+            return "n/a (no known peak of this device)" if peak is None else "n/a"
+        return f"{statistics.median(mfus):.2f} % of {peak[0] / 1e12:,.0f} TFLOP/s ({peak[1]})"
+
+
+def mfu_peak(flops: float, device: str) -> tuple[float, str] | None:
+    """The peak that torchtitan's MFU refers to, in FLOP/s, and what it is; None when it is invented or infinite.
+
+    It is the dense BF16 peak also while FP8 runs, whose own peak is twice that: an FP8 run may pass 100 %.
+    """
+    unknown = flops == A100_FLOPS and "A100" not in device
+    return None if unknown or not math.isfinite(flops) else (flops, "dense BF16 peak, FP8 or not")
+
+
+def conversion_reports(model_parts: list[nn.Module]) -> list[ConversionReport]:
+    """What the converters left on the model, each report once: pipeline stages are copies of one converted model."""
+    found: list[ConversionReport] = []
+    for part in model_parts:
+        found += [report for report in getattr(part, "conversion_reports", []) if report not in found]
+    return found
+
+
+def build_metrics_processor(
+    job_config: JobConfig,
+    parallel_dims: ParallelDims,
+    model_args: BaseModelArgs | None = None,
+    tag: str | None = None,
+) -> ReportingMetricsProcessor:
+    """The `build_metrics_processor_fn` of a train spec."""
+    return ReportingMetricsProcessor(job_config, parallel_dims, tag)
