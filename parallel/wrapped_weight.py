@@ -131,7 +131,7 @@ class WrappedWeight(Tensor):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
         """What FSDP2 gathers: the shard in the policy's dtype. Casting is the hook's task (pytorch#157395)."""
-        return (self._data.to(mp_policy.param_dtype or self._data.dtype),), None
+        return (padded_shard(self._data.to(mp_policy.param_dtype or self._data.dtype), mesh, outer_size),), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -144,6 +144,18 @@ class WrappedWeight(Tensor):
         assert isinstance(local, WrappedWeight), type(local)
         assert local._data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
         return None
+
+
+def padded_shard(shard: Tensor, mesh: Any, outer_size: torch.Size) -> Tensor:
+    """`shard` filled up with zeros along dim 0 to the size that every rank gathers.
+
+    With 3 experts on 2 ranks the second holds one. FSDP2 pads plain tensors itself; from a hook it expects the padded size,
+    and says so on the short rank only, while the others wait in the collective.
+    """
+    missing = -(-outer_size[0] // mesh.size()) - shard.shape[0]
+    if shard.shape[1:] != outer_size[1:] or missing <= 0:
+        return shard
+    return torch.cat([shard, shard.new_zeros((missing, *shard.shape[1:]))])
 
 
 def _leaves(args: Any) -> list[Any]:
