@@ -79,16 +79,20 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return cast(x, scale[:, None]), scale
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def swiglu(y13: Tensor) -> Tensor:
-    """y13 [M, 2H] -> silu(left) * right in float32, [M, H]."""
-    y1, y3 = y13.float().chunk(2, dim=1)
+    """y13 [M, 2H] -> silu(left) * right, [M, H], in float32; float64 stays, for gradcheck."""
+    y1, y3 = _wide(y13).chunk(2, dim=1)
     return torch.nn.functional.silu(y1) * y3
 
 
 def dswiglu(dh: Tensor, y13: Tensor) -> Tensor:
-    """Gradient of `swiglu`: dh [M, H], y13 [M, 2H] -> float32 [M, 2H]."""
-    y1, y3 = y13.float().chunk(2, dim=1)
-    dh, sigmoid = dh.float(), torch.sigmoid(y1)
+    """Gradient of `swiglu`: dh [M, H], y13 [M, 2H] -> [M, 2H], in float32; float64 stays."""
+    y1, y3 = _wide(y13).chunk(2, dim=1)
+    dh, sigmoid = _wide(dh), torch.sigmoid(y1)
     return torch.cat([dh * y3 * sigmoid * (1 + y1 * (1 - sigmoid)), dh * y1 * sigmoid], dim=1)
 
 
