@@ -1,30 +1,14 @@
-"""The numbers of a comparison: may runs be compared, which steps match, how large are the gaps, do the limits hold."""
+"""The numbers of a comparison: which steps match, how large are the gaps, do the limits hold?"""
 
 import math
-import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from recipes.compare_checks import check_comparable
 from recipes.run_info import config_differences
-from recipes.runs import Run, RunError, Series
-
-TAGS = {
-    "loss": "loss_metrics/global_avg_loss",
-    "val_loss": "validation_metrics/loss",
-    "grad_norm": "grad_norm",
-    "tokens_per_second": "throughput(tps)",
-    "memory_gib": "memory/max_reserved(GiB)",
-    "mfu_percent": "mfu(%)",
-}
-"""metric -> torchtitan's TensorBoard tag. tokens/s and memory are of one device."""
-
-NAMES = {"loss": "training loss", "val_loss": "validation loss", "grad_norm": "gradient norm"}
-"""Metrics that must be finite in both runs."""
-
-# What an FP8 run and its BF16 twin differ in.
-_EXPECTED_DIFFERENCES = ("model.converters", "fp8.")
+from recipes.runs import NAMES, TAGS, Run, RunError, Series
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +37,24 @@ class Pair:
     def medians(self) -> tuple[float, float]:
         """Medians of a and b without the first logged step, which holds compilation and first-touch memory."""
         skip = 1 if len(self.steps) > 1 else 0
-        return statistics.median(self.a[skip:]), statistics.median(self.b[skip:])
+        return float(np.median(self.a[skip:])), float(np.median(self.b[skip:]))
+
+    def maxima(self) -> tuple[float, float]:
+        """Largest a and largest b; nan when one is nan."""
+        return float(np.max(self.a)), float(np.max(self.b))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: every number, and the final and the largest gap by name."""
         series = {"steps": self.steps, "a": self.a, "b": self.b, "gap": self.gap, "gap_smoothed": self.smoothed}
         if not self.steps:
             return series
-        last, worst = len(self.steps) - 1, self.largest()
-        at = {"final": last, "largest": worst}
-        named = {name: {key: values[i] for key, values in series.items()} for name, i in at.items()}
-        for entry in named.values():
-            entry["step"] = entry.pop("steps")
-        medians = self.medians()
-        return (
-            named | {"median": {"a": medians[0], "b": medians[1]}, "max": {"a": max(self.a), "b": max(self.b)}} | series
-        )
+        named = {}
+        for name, i in (("final", len(self.steps) - 1), ("largest", self.largest())):
+            values = {key: numbers[i] for key, numbers in series.items() if key != "steps"}
+            named[name] = {"step": self.steps[i], **values}
+        named["median"] = dict(zip("ab", self.medians(), strict=True))
+        named["max"] = dict(zip("ab", self.maxima(), strict=True))
+        return named | series
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +86,9 @@ def compare_runs(a: Run, b: Run, limits: Limits) -> Comparison:
     """
     if a.label == b.label:
         a, b = (replace(run, label=f"{run.folder.resolve().parent.name}/{run.label}") for run in (a, b))
+    notes = check_comparable(a, b)
+    _check_limits(a, b, limits)
     differences = {} if not (a.info and b.info) else config_differences(a.info["config"], b.info["config"])
-    notes = [*check_comparable(a, b, limits), *_unexpected(differences)]
     pairs = {metric: match(a.series(tag), b.series(tag), limits.smooth) for metric, tag in TAGS.items()}
     failures = (*_non_finite(a), *_non_finite(b), *_exceeded(pairs, limits))
     verdict = _verdict(a, b, pairs, limits, failures)
@@ -115,83 +102,16 @@ def match(a: Series, b: Series, smooth: int) -> Pair:
     """Both series at their common steps, the gap, and its mean over the last `smooth` (or fewer) common steps."""
     steps = tuple(sorted(a.keys() & b.keys()))
     gap = tuple(b[step] - a[step] for step in steps)
-    smoothed = tuple(math.fsum(gap[max(0, i + 1 - smooth) : i + 1]) / min(smooth, i + 1) for i in range(len(gap)))
+    smoothed = tuple(sum(gap[max(0, i + 1 - smooth) : i + 1]) / min(smooth, i + 1) for i in range(len(gap)))
     values = {"a": tuple(a[step] for step in steps), "b": tuple(b[step] for step in steps)}
     return Pair(steps=steps, gap=gap, smoothed=smoothed, **values)
 
 
-def check_comparable(a: Run, b: Run, limits: Limits) -> list[str]:
-    """Notes on what could not be checked; RunError where two runs do not belong side by side."""
-    if a.folder.resolve() == b.folder.resolve():
-        raise RunError(f"RUN_A and RUN_B are the same folder, {a.folder}: name two runs.")
-    notes = _check_steps(a, b)
-    for metric, limit, flag in (
-        ("loss", limits.loss, "--max-loss-gap"),
-        ("val_loss", limits.val_loss, "--max-val-gap"),
-    ):
+def _check_limits(a: Run, b: Run, limits: Limits) -> None:
+    given = (("loss", limits.loss, "--max-loss-gap"), ("val_loss", limits.val_loss, "--max-val-gap"))
+    for metric, limit, flag in given:
         if limit is not None and not a.series(TAGS[metric]).keys() & b.series(TAGS[metric]).keys():
             raise RunError(f"{flag} cannot be checked: the runs have no {NAMES[metric]} at a common step.")
-    stock = [run.label for run in (a, b) if run.info is None]
-    if stock:
-        return [*notes, f"No run.json in {' and '.join(stock)}: seed and data could not be checked."]
-    _check_info(a, b)
-    return notes
-
-
-def _check_steps(a: Run, b: Run) -> list[str]:
-    steps_a, steps_b = (set(run.series(TAGS["loss"])) for run in (a, b))
-    for run, steps in ((a, steps_a), (b, steps_b)):
-        if not steps:
-            raise RunError(f"{run.label} has no training loss ({TAGS['loss']}) in its events.")
-    if max(steps_a) != max(steps_b):
-        ends = f"{a.label} ends at step {max(steps_a)} and {b.label} at {max(steps_b)}"
-        raise RunError(f"The runs do not match in steps: {ends}; train both for the same number of steps.")
-    alone = [
-        f"{len(only)} only in {run.label}" for run, only in ((a, steps_a - steps_b), (b, steps_b - steps_a)) if only
-    ]
-    notes = _check_validation_steps(a, b, max(steps_a))
-    if alone:
-        notes.append(f"{len(steps_a & steps_b)} logged steps match; {' and '.join(alone)}, left out.")
-    return notes
-
-
-def _check_validation_steps(a: Run, b: Run, last: int) -> list[str]:
-    validated = [set(run.series(TAGS["val_loss"])) for run in (a, b)]
-    if not any(validated):
-        return ["Neither run was validated: the training loss is of data the models learned from."]
-    common = validated[0] & validated[1]
-    if not common:
-        return ["No validation step is common to both runs: their validation losses are not compared."]
-    return (
-        [] if max(common) == last else [f"The last common validation is at step {max(common)}, the runs end at {last}."]
-    )
-
-
-def _check_info(a: Run, b: Run) -> None:
-    seeds = (a.info["seed"], b.info["seed"])
-    if seeds[0] != seeds[1]:
-        raise RunError(
-            f"The runs do not match in seed: {seeds[0]} and {seeds[1]}; train both with the same debug.seed."
-        )
-    if seeds[0] is None:
-        raise RunError(
-            "Neither run set debug.seed, so they began with different weights: train both with one debug.seed."
-        )
-    if a.info["model"] != b.info["model"]:
-        raise RunError(f"The runs train different models: {a.info['model']!r} and {b.info['model']!r}.")
-    for part in ("data", "validation"):
-        if part == "validation" and not (a.info[part] and b.info[part]):
-            continue
-        for key in sorted(a.info[part].keys() | b.info[part].keys()):
-            values = (a.info[part].get(key), b.info[part].get(key))
-            if values[0] != values[1]:
-                what = key if part == "data" else f"validation {key}"
-                raise RunError(f"The runs do not match in data: {what} is {values[0]!r} in A and {values[1]!r} in B.")
-
-
-def _unexpected(differences: dict[str, tuple[Any, Any]]) -> list[str]:
-    found = {key: pair for key, pair in differences.items() if not key.startswith(_EXPECTED_DIFFERENCES)}
-    return ["Also different: " + "; ".join(f"{key} {a!r} and {b!r}" for key, (a, b) in found.items())] if found else []
 
 
 def _non_finite(run: Run) -> list[str]:

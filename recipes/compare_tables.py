@@ -114,9 +114,7 @@ def _cost_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         if pairs[metric].steps:
             rows.append((name, *_row(*pairs[metric].medians(), form)))
     if pairs["memory_gib"].steps:
-        rows.append(
-            ("peak memory a device, GiB", *_row(max(pairs["memory_gib"].a), max(pairs["memory_gib"].b), "{:.3f}"))
-        )
+        rows.append(("peak memory a device, GiB", *_row(*pairs["memory_gib"].maxima(), "{:.3f}")))
     peaks = [(run.info or {}).get("mfu_peak") for run in (comparison.a, comparison.b)]
     # An MFU says nothing without the peak it refers to, and two of different peaks do not compare.
     if pairs["mfu_percent"].steps and peaks[0] and peaks[0] == peaks[1]:

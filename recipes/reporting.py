@@ -113,10 +113,10 @@ class ReportingMetricsProcessor(MetricsProcessor):
         Raises:
             NonFiniteError: see finite.py. A step that is logged is left to `log`, which knows its loss.
         """
+        self._steps_done = step
         due = super().should_log(step)
         if self._watch is not None:
             self._watch.end_step(step, look_now=not due and self._must_be_finite(step))
-        self._steps_done = step
         if self._speaks:
             self._bar.advance(step)
         return due

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 RUN_FILE = "run.json"
+SCHEMA = 1
 
 PACKAGES = ("torch", "torchtitan", "torchao", "triton", "titan-moe-fp8")
 
@@ -48,7 +49,7 @@ def describe_run(
         mfu_peak: FLOP/s that torchtitan divides by for its MFU and what they are; None when there is no such peak.
     """
     return {
-        "schema": 1,
+        "schema": SCHEMA,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "recipe": config["job"].get("config_file"),
         "model": f"{config['model']['name']} {config['model']['flavor']}",

@@ -13,9 +13,22 @@ import numpy as np
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util.tensor_util import make_ndarray
 
-from recipes.run_info import RUN_FILE
+from recipes.run_info import RUN_FILE, SCHEMA
 
 EVENT_FILES = "events.out.tfevents.*"
+
+TAGS = {
+    "loss": "loss_metrics/global_avg_loss",
+    "val_loss": "validation_metrics/loss",
+    "grad_norm": "grad_norm",
+    "tokens_per_second": "throughput(tps)",
+    "memory_gib": "memory/max_reserved(GiB)",
+    "mfu_percent": "mfu(%)",
+}
+"""metric -> torchtitan's TensorBoard tag. tokens/s and memory are of one device."""
+
+NAMES = {"loss": "training loss", "val_loss": "validation loss", "grad_norm": "gradient norm"}
+"""Metrics that must be finite in both runs."""
 
 Series = dict[int, float]
 """step -> value, in the order of the steps"""
@@ -64,11 +77,18 @@ def _read_info(folder: Path) -> tuple[Path, dict | None]:
     resolved = folder.resolve()
     for home in (resolved, resolved.parent, resolved.parent.parent):
         if (home / RUN_FILE).is_file():
-            try:
-                return home, json.loads((home / RUN_FILE).read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise RunError(f"{home / RUN_FILE} is not valid JSON ({error}): train again, or delete it.") from error
+            return home, _parse_info(home / RUN_FILE)
     return resolved, None
+
+
+def _parse_info(path: Path) -> dict:
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path} is not valid JSON ({error}): train again, or delete it.") from error
+    if not isinstance(info, dict) or info.get("schema") != SCHEMA:
+        raise RunError(f"{path} is not of schema {SCHEMA}, the one this version reads: train again, or delete it.")
+    return info
 
 
 def _event_files(folder: Path, metrics_rank: int) -> list[Path]:
