@@ -8,36 +8,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from converters.kernels.pow2 import abs_bits, pow2_scale
+from converters.kernels.e4m3 import abs_bits, pow2_scale, to_e4m3
 
 MAX_BLOCK = 16384  # columns a program holds in registers; longer rows are read twice, the second time from L2
 
 
 @triton.jit
-def _load_row(x, row, inside, D, c0, BLOCK: tl.constexpr):
+def _load_row(x, row, width, c0, BLOCK: tl.constexpr):
     c = c0 + tl.arange(0, BLOCK)
-    return tl.load(x + row + c, mask=(c < D) & inside, other=0.0).to(tl.float32)
+    return tl.load(x + row + c, mask=c < width, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _rows_kernel(x, index, q, scale, D, stride, GATHER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     source = tl.load(index + r).to(tl.int64) if GATHER else r
-    inside = source >= 0
+    width = tl.where(source >= 0, D, 0)
     row = source * stride
-    v = _load_row(x, row, inside, D, 0, BLOCK)
+    v = _load_row(x, row, width, 0, BLOCK)
     bits = tl.max(abs_bits(v), 0)
     if not ONE_BLOCK:
         for c0 in range(BLOCK, D, BLOCK):
-            bits = tl.maximum(bits, tl.max(abs_bits(_load_row(x, row, inside, D, c0, BLOCK)), 0))
+            bits = tl.maximum(bits, tl.max(abs_bits(_load_row(x, row, width, c0, BLOCK)), 0))
     s, inverse = pow2_scale(bits)
     tl.store(scale + r, s)
     c = tl.arange(0, BLOCK)
-    tl.store(q + r * D + c, (v * inverse).to(q.dtype.element_ty), mask=c < D)
+    tl.store(q + r * D + c, to_e4m3(v * inverse), mask=c < D)
     if not ONE_BLOCK:
         for c0 in range(BLOCK, D, BLOCK):
-            w = _load_row(x, row, inside, D, c0, BLOCK) * inverse
-            tl.store(q + r * D + c0 + c, w.to(q.dtype.element_ty), mask=c0 + c < D)
+            w = _load_row(x, row, width, c0, BLOCK) * inverse
+            tl.store(q + r * D + c0 + c, to_e4m3(w), mask=c0 + c < D)
 
 
 @torch.library.custom_op("titan_moe_fp8::quantize_rows", mutates_args=())

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from converters.kernels.pow2 import abs_bits, pow2_scale
+from converters.kernels.e4m3 import abs_bits, pow2_scale, to_e4m3
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _swiglu_kernel(y13, q, scale, H, BLOCK: tl.constexpr):
     b = tl.load(y13 + r * 2 * H + H + c, mask=inside, other=0.0).to(tl.float32)
     h = a * tl.sigmoid(a) * b
     s, inverse = pow2_scale(tl.max(abs_bits(h), 0))
-    tl.store(q + r * H + c, (h * inverse).to(q.dtype.element_ty), mask=inside)
+    tl.store(q + r * H + c, to_e4m3(h * inverse), mask=inside)
     tl.store(scale + r, s)
 
 
@@ -39,8 +39,8 @@ def _dswiglu_kernel(dh, y13, q, scale, H, BLOCK: tl.constexpr):
     db = g * a * sigmoid
     da = g * b * sigmoid * (1.0 + a * (1.0 - sigmoid))
     s, inverse = pow2_scale(tl.max(tl.maximum(abs_bits(da), abs_bits(db)), 0))
-    tl.store(q + r * 2 * H + c, (da * inverse).to(q.dtype.element_ty), mask=inside)
-    tl.store(q + r * 2 * H + H + c, (db * inverse).to(q.dtype.element_ty), mask=inside)
+    tl.store(q + r * 2 * H + c, to_e4m3(da * inverse), mask=inside)
+    tl.store(q + r * 2 * H + H + c, to_e4m3(db * inverse), mask=inside)
     tl.store(scale + r, s)
 
 
