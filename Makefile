@@ -98,5 +98,5 @@ else
 CONSTRAINT = -c .make/constraints.txt
 environment:
 	@mkdir -p .make
-	@$(PY) -P -c "import importlib.metadata as m; print(*('torch==' + d.version for d in m.distributions(name='torch')))" > .make/constraints.txt
+	@$(PY) -P -c "import importlib.metadata as m; print(next(('torch==' + d.version for d in m.distributions(name='torch')), ''))" > .make/constraints.txt
 endif
