@@ -52,3 +52,10 @@ def resolve(config: FP8GroupedExpertsConfig) -> Numerics:
         accumulate=config.accumulate,
         cache=config.cache,
     )
+
+
+def dispatches_fp8(config: FP8GroupedExpertsConfig, numerics: Numerics) -> bool:
+    """Whether rows travel between expert-parallel ranks in FP8."""
+    if config.ep_fp8_dispatch == "auto":
+        return numerics.backend == "hopper" and not numerics.wgrad_from_hp
+    return config.ep_fp8_dispatch == "on"

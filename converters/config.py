@@ -13,6 +13,15 @@ Recipe = Literal["tokenwise", "rowwise"]
 Backend = Literal["auto", "reference", "hopper"]
 Wgrad = Literal["fp8", "fp8_columns", "bf16"]
 Accumulate = Literal["fast", "precise"]
+Toggle = Literal["auto", "on", "off"]
+
+CHOICES = {
+    "recipe": Recipe,
+    "backend": Backend,
+    "wgrad": Wgrad,
+    "accumulate": Accumulate,
+    "ep_fp8_dispatch": Toggle,
+}
 
 # SQNR in dB that a recipe must reach against float64 on normal inputs (weights std 0.02), per output and gradient.
 # Two E4M3 operands of 31.5 dB each give 28.5 dB for one GEMM; two GEMMs and a SwiGLU in a row leave 23 to 24.
@@ -21,13 +30,17 @@ SQNR_FLOOR_DB = {"tokenwise": 23.0, "rowwise": 23.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """How the GEMMs of one weight are computed. `backend` is resolved: never "auto"."""
+    """How the GEMMs of one weight are computed. `backend` is resolved: never "auto".
+
+    temporary: the weight is a view, or gathered for one pass; what is quantized from it is not kept, whatever `cache` says.
+    """
 
     recipe: Recipe = "tokenwise"
     backend: Literal["reference", "hopper"] = "reference"
     wgrad: Wgrad = "fp8"
     accumulate: Accumulate = "fast"
     cache: bool = True
+    temporary: bool = False
 
     @property
     def key(self) -> str:
@@ -37,8 +50,9 @@ class Numerics:
     @staticmethod
     def parse(key: str) -> "Numerics":
         """The numerics whose `key` this is."""
-        recipe, backend, wgrad, accumulate, cache = key.split("/")
-        return Numerics(recipe=recipe, backend=backend, wgrad=wgrad, accumulate=accumulate, cache=cache == "True")
+        *names, cache, temporary = key.split("/")
+        values = (*names, cache == "True", temporary == "True")
+        return Numerics(**{f.name: value for f, value in zip(fields(Numerics), values, strict=True)})
 
     @property
     def wgrad_from_hp(self) -> bool:
@@ -91,12 +105,18 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
     accumulate: Accumulate = "fast"
     """fast: tensor-core accumulation over the whole contraction. precise: promoted to float32 every 128 elements."""
 
+    ep_fp8_dispatch: Toggle = "auto"
+    """
+    Expert parallelism with FP8 rows and their scales in one all-to-all, half the bytes; what comes back stays in high
+    precision. auto: on with the hopper backend. Needs a weight gradient from FP8 (tokenwise with wgrad = "fp8").
+    """
+
     cache: bool = True
     """Quantize a weight once per optimizer step and reuse it in every micro-batch, in backward and in recomputation."""
 
     def __post_init__(self) -> None:
         section = "fp8.grouped_experts"
-        for name, choices in (("recipe", Recipe), ("backend", Backend), ("wgrad", Wgrad), ("accumulate", Accumulate)):
+        for name, choices in CHOICES.items():
             _check_choice(section, name, getattr(self, name), choices)
         for name in ("skip_first_layers", "skip_last_layers"):
             value = getattr(self, name)
@@ -106,6 +126,11 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
             raise ValueError(f"[{section}] cache = {self.cache!r} must be true or false.")
         if isinstance(self.fqns, str) or not all(isinstance(p, str) and p for p in self.fqns):
             raise ValueError(f"[{section}] fqns = {self.fqns!r} must be a list of non-empty patterns.")
+        if self.ep_fp8_dispatch == "on" and (self.recipe, self.wgrad) != ("tokenwise", "fp8"):
+            raise ValueError(
+                f"[{section}] ep_fp8_dispatch = 'on' needs recipe = 'tokenwise' and wgrad = 'fp8', since rows arrive at "
+                f"the experts in FP8 only; got {self.recipe!r} and {self.wgrad!r}. Set ep_fp8_dispatch = 'off'."
+            )
         if self.backend == "hopper" and self.recipe == "rowwise":
             raise ValueError(
                 f"[{section}] recipe = 'rowwise' has no hopper backend: use recipe = 'tokenwise', or backend = 'reference'."

@@ -18,10 +18,46 @@ import torch
 from torch import Tensor
 
 from converters.backends import get_backend
-from converters.backends.reference import FP8, dswiglu, swiglu
+from converters.backends.reference import FP8, QuantizedWeight, dswiglu, swiglu
 from converters.config import Numerics
-from converters.scaling import compute_dtype, wgrad
+from converters.scaling import Rows, compute_dtype, wgrad
 from converters.weight_cache import quantized
+
+Dtypes = tuple[torch.dtype, torch.dtype]
+
+
+Quantized = tuple[QuantizedWeight, QuantizedWeight]  # W13 and W2
+
+
+def forward_rows(
+    x8: Tensor, sx: Tensor, weights: Quantized, groups: object, dtype: torch.dtype, n: Numerics
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The forward from quantized rows on: -> out [M, D], y13 [M, 2H], h8 [M, H], sh [M]."""
+    backend, (w13, w2) = get_backend(n.backend), weights
+    y13 = backend.gemm_rows(x8, sx, w13.q, w13.scale, groups, dtype, n.accumulate)
+    h8, sh = backend.swiglu_rows(y13)
+    return backend.gemm_rows(h8, sh, w2.q, w2.scale, groups, dtype, n.accumulate), y13, h8, sh
+
+
+def backward_rows(
+    g: Rows, x: Rows, h: tuple[Tensor, Tensor], y13: Tensor, weights: Quantized, groups: object, dtypes: Dtypes, n: Numerics
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward from the quantized gradient on: -> dx [M, D], dw13 [E, 2H, D], dw2 [E, D, H].
+
+    g and x may carry their high-precision tensors, h is (h8, sh); dtypes: of dx and of the weight gradients.
+    """
+    backend, (w13, w2), hp = get_backend(n.backend), weights, n.wgrad_from_hp
+    dh = backend.gemm_rows(g[0], g[1], w2.q_t, w2.scale_t, groups, y13.dtype, n.accumulate)
+    dw2 = wgrad(g, (*h, swiglu(y13).to(y13.dtype) if hp else None), groups, dtypes[1], n)
+    dy8, sdy = backend.dswiglu_rows(dh, y13)
+    dy = dswiglu(dh, y13).to(y13.dtype) if hp else None
+    dx = backend.gemm_rows(dy8, sdy, w13.q_t, w13.scale_t, groups, dtypes[0], n.accumulate)
+    return dx, wgrad((dy8, sdy, dy), x, groups, dtypes[1], n), dw2
+
+
+def quantized_weights(w1: Tensor, w2: Tensor, w3: Tensor, n: Numerics) -> Quantized:
+    """Plain w1, w3 [E, H, D] and w2 [E, D, H] -> W13 and W2, from the cache if it may serve."""
+    return quantized([w1, w3], n), quantized([w2], n)
 
 
 @torch.library.custom_op("titan_moe_fp8::expert_mlp", mutates_args=())
@@ -31,12 +67,9 @@ def _forward(
     """-> out [M, D], and for backward x8 [M, D], sx [M], y13 [M, 2H], h8 [M, H], sh [M]."""
     n = Numerics.parse(numerics)
     backend = get_backend(n.backend)
-    groups = backend.groups(offs, x.shape[0])
-    q13, q2 = quantized([w1, w3], n), quantized([w2], n)
     x8, sx = backend.quantize_rows(x)
-    y13 = backend.gemm_rows(x8, sx, q13.q, q13.scale, groups, dtype, n.accumulate)
-    h8, sh = backend.swiglu_rows(y13)
-    out = backend.gemm_rows(h8, sh, q2.q, q2.scale, groups, dtype, n.accumulate)
+    groups = backend.groups(offs, x.shape[0])
+    out, y13, h8, sh = forward_rows(x8, sx, quantized_weights(w1, w2, w3, n), groups, dtype, n)
     return out, x8, sx, y13, h8, sh
 
 
@@ -68,18 +101,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dx [M, D], dw13 [E, 2H, D], dw2 [E, D, H]. x is given where the weight gradient needs it."""
     n = Numerics.parse(numerics)
-    backend, hp = get_backend(n.backend), n.wgrad_from_hp
+    backend = get_backend(n.backend)
     groups = backend.groups(offs, g.shape[0])
-    q13, q2 = quantized([w1, w3], n), quantized([w2], n)
-    g8, sg = backend.quantize_rows(g)
-    dh = backend.gemm_rows(g8, sg, q2.q_t, q2.scale_t, groups, y13.dtype, n.accumulate)
-    h = swiglu(y13).to(y13.dtype) if hp else None
-    dw2 = wgrad((g8, sg, g), (h8, sh, h), groups, w2.dtype, n)
-    dy8, sdy = backend.dswiglu_rows(dh, y13)
-    dy = dswiglu(dh, y13).to(y13.dtype) if hp else None
-    dx = backend.gemm_rows(dy8, sdy, q13.q_t, q13.scale_t, groups, x_dtype, n.accumulate)
-    dw13 = wgrad((dy8, sdy, dy), (x8, sx, x), groups, w1.dtype, n)
-    return dx, dw13, dw2
+    weights, rows = quantized_weights(w1, w2, w3, n), (*backend.quantize_rows(g), g)
+    return backward_rows(rows, (x8, sx, x), (h8, sh), y13, weights, groups, (x_dtype, w1.dtype), n)
 
 
 @_backward.register_fake

@@ -20,11 +20,13 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts
 
-from converters.capability import resolve, torchao_problem
+from converters.capability import dispatches_fp8, resolve, torchao_problem
 from converters.config import FP8GroupedExpertsConfig, Numerics
+from converters.dispatched_mlp import dispatched_mlp
 from converters.expert_mlp import expert_mlp
 from converters.expert_weight import FP8ExpertWeight
 from converters.selection import ConversionReport, ConvertedWeight, check_alignment, select, stacked_weights
+from parallel.expert_parallel import dispatches_itself, let_experts_dispatch, plan
 from parallel.wrapped_weight import wrap_parameters
 
 NAME = "fp8.grouped_experts"
@@ -38,10 +40,14 @@ def _local(w: Tensor) -> Tensor:
 def fp8_experts_forward(self: GroupedExperts, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
     """Stands in for `GroupedExperts.forward`.
 
-    x [M, D] is grouped by expert; num_tokens_per_expert [E] local experts. Under expert parallelism torchtitan has
-    padded the groups already and the counts include the padding (zero rows: they change no scale and no gradient).
+    x [M, D] is grouped by expert, num_tokens_per_expert counts the rows of each. Under expert parallelism either torchtitan
+    has dispatched them before (local experts, groups padded with zero rows, which change no scale and no gradient), or
+    they are dispatched here, in FP8.
     """
     w1, w2, w3 = _local(self.w1), _local(self.w2), _local(self.w3)
+    if dispatches_itself(self) and self.ep_group is not None:
+        dispatch = plan(num_tokens_per_expert, self.ep_group)
+        return dispatched_mlp(x, w1, w2, w3, dispatch, w1._context).type_as(x)
     offs = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
     return expert_mlp(x, w1, w2, w3, offs, w1._context).type_as(x)
 
@@ -56,8 +62,10 @@ def _numerics_of(module: nn.Module) -> Numerics | None:
     return weights[0]._context if weights else None
 
 
-def convert_module(module: nn.Module, numerics: Numerics) -> None:
+def convert_module(module: nn.Module, numerics: Numerics, ep_dispatch: bool = False) -> None:
     """Switches one expert module; does nothing if it runs with these numerics already.
+
+    ep_dispatch: under expert parallelism it sends its rows itself, in FP8 (only modules with our forward can).
 
     Raises:
         ValueError: it was converted before with other numerics.
@@ -72,6 +80,7 @@ def convert_module(module: nn.Module, numerics: Numerics) -> None:
     wrap_parameters(module, lambda data: FP8ExpertWeight(data, numerics), stacked_weights(module))
     if isinstance(module, GroupedExperts) and type(module).forward is GroupedExperts.forward:
         module.forward = types.MethodType(fp8_experts_forward, module)
+        module.ep_dispatch, module.ep_group = ep_dispatch, None
     describe = f"fp8: {numerics}"
     module.extra_repr = types.MethodType(lambda self: describe, module)
 
@@ -84,10 +93,12 @@ def convert(model: nn.Module, config: FP8GroupedExpertsConfig) -> ConversionRepo
     """
     numerics = resolve(config)
     chosen, skipped = select(model, config)
+    if ep_dispatch := dispatches_fp8(config, numerics):
+        let_experts_dispatch()
     converted = []
     for fqn, module in chosen.items():
         own_forward = isinstance(module, GroupedExperts) and type(module).forward is GroupedExperts.forward
-        convert_module(module, numerics)
+        convert_module(module, numerics, ep_dispatch)
         for name in stacked_weights(module):
             w = getattr(module, name)
             note = "" if own_forward else f"{type(module).__name__}.forward as it is, its products in FP8"

@@ -28,9 +28,13 @@ aten = torch.ops.aten
 KEEPS_WRAPPER = {
     aten.alias.default,
     aten.as_strided.default,
+    aten.cat.default,
     aten.clone.default,
     aten.detach.default,
     aten.empty_like.default,
+    aten.expand.default,
+    aten.index.Tensor,
+    aten.index_select.default,
     aten.new_empty.default,
     aten.new_zeros.default,
     aten.permute.default,
@@ -39,6 +43,7 @@ KEEPS_WRAPPER = {
     aten.split.Tensor,
     aten.split_with_sizes.default,
     aten.squeeze.dim,
+    aten.stack.default,
     aten.t.default,
     aten.transpose.int,
     aten.unbind.int,
@@ -55,8 +60,11 @@ KEEPS_WRAPPER = {
 PRODUCTS = {
     aten.mm.default,
     aten.bmm.default,
+    aten.addbmm.default,
     aten.addmm.default,
+    aten.addmv.default,
     aten.baddbmm.default,
+    aten.convolution.default,
     aten.dot.default,
     aten.mv.default,
     aten._grouped_mm.default,
@@ -70,6 +78,7 @@ class WrappedWeight(Tensor):
 
     _data: Tensor
     _context: Any
+    _base: Tensor | None = None  # the `_data` that this one is a view of
 
     @staticmethod
     def __new__(cls, data: Tensor, context: Any = None) -> Self:
@@ -90,7 +99,7 @@ class WrappedWeight(Tensor):
         self._context = context
 
     def rewrap(self, data: Tensor) -> Self:
-        """The same kind of weight around other data."""
+        """The same kind of weight around data of its own."""
         return type(self)(data, self._context)
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
@@ -115,17 +124,37 @@ class WrappedWeight(Tensor):
         out = func(*unwrap(args), **unwrap(kwargs or {}))
         if written := _written(func, args, kwargs or {}):
             # Below __torch_dispatch__ nothing counts versions, and fused optimizers count none on the wrapper either.
-            torch.autograd.graph.increment_version([w._data for w in written])
+            torch.autograd.graph.increment_version([t for w in written for t in (w._data, w._base) if t is not None])
             return args[0] if args and isinstance(args[0], WrappedWeight) and isinstance(out, Tensor) else out
         if func not in KEEPS_WRAPPER or first is None:
             return out
         if func is torch.ops.c10d.scatter_.default:  # writes in place; returns ([tensors], work)
             return args[0], out[1]
-        return tree_map_only(Tensor, first.rewrap, out)
+        return tree_map_only(Tensor, first._view if func.is_view else first.rewrap, out)
+
+    def _view(self, data: Tensor) -> Self:
+        """A wrapper around a view of `_data`.
+
+        Views made below __torch_dispatch__ do not share the version counter of what they view. So a view of all of it (detach,
+        view_as, which nn.Parameter and DTensor.to_local call) keeps the same `_data`, and any other one knows its base, for
+        writes through it to count there. What is read through it has no version that could be trusted: `partial`.
+        """
+        same = data.stride() == self._data.stride() and data.storage_offset() == self._data.storage_offset()
+        if same and data.shape == self._data.shape:
+            view = type(self)(self._data, self._context)
+            view._base = self._base
+        else:
+            view = self.partial(data)
+            view._base = self._data if self._base is None else self._base
+        return view
+
+    def partial(self, data: Tensor) -> Self:
+        """A part or other view of this weight, whose `data` lives no longer than an expression."""
+        return type(self)(data, self._context)
 
     def gathered(self, data: Tensor) -> Self:
         """What FSDP2 unshards to: `data` lives only until it is resharded."""
-        return self.rewrap(data)
+        return self.partial(data)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any

@@ -1,0 +1,63 @@
+"""The expert MLP between its two all-to-alls, with FP8 on the wire (expert parallelism).
+
+    forward   x8,sx = rows(x)   ==FP8==>   x8,sx at the experts, MLP, out   --dtype-->   out
+    backward  g8,sg = rows(g)   ==FP8==>   g8,sg at the experts, MLP backward, dx   --dtype-->   dx
+
+One autograd function holds it all, so no FP8 tensor poses as another dtype in the graph. A row is quantized once, by the
+rank that has it, and what arrives is the operand of the GEMMs. Sums over experts come later and in high precision.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.backends import get_backend
+from converters.config import Numerics
+from converters.expert_mlp import backward_rows, forward_rows, quantized_weights
+from converters.scaling import compute_dtype
+from parallel.expert_parallel import Dispatch, from_experts, to_experts
+from parallel.wrapped_weight import plain
+
+
+class _DispatchedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, dispatch: Dispatch, n: Numerics, dtype: torch.dtype
+    ) -> Tensor:
+        backend = get_backend(n.backend)
+        x8, sx = to_experts(list(backend.quantize_rows(x)), dispatch)
+        groups = backend.groups(dispatch.offs, x8.shape[0])
+        weights = quantized_weights(plain(w1), plain(w2), plain(w3), n)
+        out, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
+        ctx.save_for_backward(x8, sx, y13, h8, sh, w1, w2, w3)
+        ctx.dispatch, ctx.numerics, ctx.x_dtype = dispatch, n, x.dtype
+        return from_experts(out, dispatch)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        dispatch, n = ctx.dispatch, ctx.numerics
+        x8, sx, y13, h8, sh, w1, w2, w3 = ctx.saved_tensors
+        backend = get_backend(n.backend)
+        g8, sg = to_experts(list(backend.quantize_rows(g.contiguous())), dispatch)
+        groups = backend.groups(dispatch.offs, g8.shape[0])
+        weights = quantized_weights(plain(w1), plain(w2), plain(w3), n)
+        dtypes = y13.dtype, w1.dtype
+        dx, dw13, dw2 = backward_rows((g8, sg, None), (x8, sx, None), (h8, sh), y13, weights, groups, dtypes, n)
+        dw1, dw3 = dw13.chunk(2, dim=1)
+        return from_experts(dx, dispatch).to(ctx.x_dtype), dw1, dw2, dw3, None, None, None
+
+
+def dispatched_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, dispatch: Dispatch, numerics: Numerics) -> Tensor:
+    """`expert_mlp` on rows whose experts live on other ranks.
+
+    Args:
+        x: [M, D], this rank's rows, grouped by expert (all experts, not only the local ones).
+        w1, w3: [E_local, H, D]; w2: [E_local, D, H].
+        dispatch: the plan that all ranks of the group have agreed on.
+        numerics: its weight gradient must come from FP8 (the rows arrive in nothing else).
+
+    Returns:
+        [M, D] in x's dtype, or autocast's.
+    """
+    return _DispatchedMLP.apply(x, w1, w2, w3, dispatch, numerics, compute_dtype(x))
