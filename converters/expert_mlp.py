@@ -20,7 +20,7 @@ from torch import Tensor
 from converters.backends import get_backend
 from converters.backends.reference import FP8, QuantizedWeight, dswiglu, swiglu
 from converters.config import Numerics
-from converters.scaling import Rows, compute_dtype, wgrad
+from converters.scaling import Rows, compute_dtype, op_key, wgrad
 from converters.weight_cache import quantized
 
 Dtypes = tuple[torch.dtype, torch.dtype]
@@ -168,4 +168,4 @@ def expert_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, nume
             + ", ".join(str(tuple(t.shape)) for t in (x, w1, w3, w2, offs))
             + "."
         )
-    return _forward(x.contiguous(), w1, w2, w3, offs.to(torch.int32), numerics.key, compute_dtype(x))[0]
+    return _forward(x.contiguous(), w1, w2, w3, offs.to(torch.int32), op_key(numerics, w1, w2, w3), compute_dtype(x))[0]

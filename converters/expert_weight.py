@@ -28,16 +28,21 @@ class FP8ExpertWeight(WrappedWeight):
 
     _context: Numerics
 
-    def gathered(self, data: Tensor) -> Self:
-        """FSDP2's unsharded weight: not cached, since a cache would outlive the reshard and undo its memory saving."""
-        return type(self)(data, replace(self._context, cache=False))
+    def rewrap(self, data: Tensor) -> Self:
+        """A copy owns its data: what is quantized from it may be kept."""
+        return type(self)(data, replace(self._context, temporary=False))
+
+    def partial(self, data: Tensor) -> Self:
+        """Views are not cached: nobody counts their versions. Nor is FSDP2's unsharded weight: a cache would outlive the
+        reshard and undo its memory saving.
+        """
+        return type(self)(data, replace(self._context, temporary=True))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if handler := PRODUCT_HANDLERS.get(func):
             return handler(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _require_weight_right(a: Tensor, w: Tensor, spelling: str) -> Numerics:

@@ -15,7 +15,7 @@ from torch import Tensor
 from converters.backends import get_backend
 from converters.backends.reference import FP8
 from converters.config import Numerics
-from converters.scaling import compute_dtype, wgrad
+from converters.scaling import compute_dtype, op_key, wgrad
 from converters.weight_cache import quantized
 
 
@@ -26,7 +26,7 @@ def _forward(
     """-> y [M, N], and for backward x8 [M, K], sx [M]."""
     n = Numerics.parse(numerics)
     backend = get_backend(n.backend)
-    qw = quantized([w.transpose(1, 2)], n)
+    qw = quantized([w], n, transposed=True)
     x8, sx = backend.quantize_rows(x)
     groups = backend.groups(offs, x.shape[0])
     return backend.gemm_rows(x8, sx, qw.q, qw.scale, groups, dtype, n.accumulate), x8, sx
@@ -46,7 +46,7 @@ def _backward(
     n = Numerics.parse(numerics)
     backend = get_backend(n.backend)
     groups = backend.groups(offs, g.shape[0])
-    qw = quantized([w.transpose(1, 2)], n)
+    qw = quantized([w], n, transposed=True)
     g8, sg = backend.quantize_rows(g)
     dx = backend.gemm_rows(g8, sg, qw.q_t, qw.scale_t, groups, x_dtype, n.accumulate)
     return dx, wgrad((g8, sg, g), (x8, sx, x), groups, w.dtype, n)
@@ -97,4 +97,4 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor, numerics: Numerics) -> Tensor
             "grouped_mm takes x [M, K], w [E, K, N] and offs [E]; got "
             f"{tuple(x.shape)}, {tuple(w.shape)} and {tuple(offs.shape)}."
         )
-    return _forward(x.contiguous(), w, offs.to(torch.int32), numerics.key, compute_dtype(x))[0]
+    return _forward(x.contiguous(), w, offs.to(torch.int32), op_key(numerics, w), compute_dtype(x))[0]

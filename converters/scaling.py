@@ -7,11 +7,14 @@
 With powers of two, re-scaling is exact but for new subnormals, so tokenwise needs no second copy of an activation.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from converters.backends import get_backend
 from converters.config import Numerics
+from parallel.wrapped_weight import WrappedWeight
 
 Rows = tuple[Tensor, Tensor, Tensor | None]  # q [M, D], scale [M], and the high-precision tensor [M, D] where it is needed
 
@@ -20,6 +23,12 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of GEMM outputs: autocast's if it is on, else x's."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def op_key(numerics: Numerics, *weights: Tensor) -> str:
+    """`numerics` for a custom op on these weights: temporary if one of them is."""
+    temporary = any(isinstance(w, WrappedWeight) and w._context.temporary for w in weights)
+    return replace(numerics, temporary=True).key if temporary else numerics.key
 
 
 def wgrad(a: Rows, b: Rows, groups: object, out_dtype: torch.dtype, numerics: Numerics) -> Tensor:

@@ -6,7 +6,8 @@ an old payload: the bug that turned weights to zero elsewhere (TransformerEngine
 its amax is a good guess for the next one, which the hopper backend checks on the device.
 
 The one mutable state at module level in this project: custom ops receive plain tensors, so what they share must be
-reachable from here. Weights that live only from an all-gather to the next reshard are not cached (expert_weight.py).
+reachable from here. Views of a weight, and weights that live only from an all-gather to the next reshard, are not cached
+(expert_weight.py).
 """
 
 import threading
@@ -38,12 +39,16 @@ def quantize(weights: list[Tensor], numerics: Numerics, previous: QuantizedWeigh
     return get_backend(numerics.backend).quantize_weight(weights, per_row=numerics.recipe == "rowwise", previous=previous)
 
 
-def quantized(weights: list[Tensor], numerics: Numerics) -> QuantizedWeight:
-    """weights [E, N_i, K], joined along N: from the cache while they are unchanged, if `numerics.cache`."""
-    if not numerics.cache or any(w.is_inference() for w in weights):
-        return quantize(weights, numerics)
-    place = tuple((w.untyped_storage()._cdata, w.storage_offset(), tuple(w.shape), w.dtype) for w in weights)
-    key = (place, numerics.recipe, numerics.backend)
+def quantized(weights: list[Tensor], numerics: Numerics, transposed: bool = False) -> QuantizedWeight:
+    """weights [E, N_i, K], joined along N: from the cache while they are unchanged, if `numerics` allows it.
+
+    transposed: they are given as [E, K, N_i]. A transposed view made in here would not share their version counters.
+    """
+    orient = (lambda w: w.transpose(1, 2)) if transposed else (lambda w: w)
+    if not numerics.cache or numerics.temporary or any(w.is_inference() for w in weights):
+        return quantize([orient(w) for w in weights], numerics)
+    place = tuple((w.untyped_storage()._cdata, w.storage_offset(), w.shape, w.stride(), w.dtype) for w in weights)
+    key = (place, transposed, numerics.recipe, numerics.backend)
     versions = tuple(w._version for w in weights)
     with _lock:
         entry = _entries.get(key)
@@ -51,7 +56,7 @@ def quantized(weights: list[Tensor], numerics: Numerics) -> QuantizedWeight:
             entry = None
         if entry is not None and entry.versions == versions:
             return entry.quantized
-        fresh = quantize(weights, numerics, None if entry is None else entry.quantized)
+        fresh = quantize([orient(w) for w in weights], numerics, None if entry is None else entry.quantized)
         for dead in [k for k, e in _entries.items() if any(ref.expired() for ref in e.storages)]:
             del _entries[dead]
         _entries[key] = _Entry(tuple(StorageWeakRef(w.untyped_storage()) for w in weights), versions, fresh)

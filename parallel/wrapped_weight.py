@@ -113,6 +113,16 @@ class WrappedWeight(Tensor):
         return f"{type(self).__name__}({self._context}, {self._data!r})"
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == Tensor.data.__set__ and isinstance(args[0], WrappedWeight):  # else only the outside would change
+                weight, value = args
+                data = value._data if isinstance(value, WrappedWeight) else value
+                weight._data, weight._base = data.detach(), None
+                return func(weight, weight.rewrap(weight._data))
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in PRODUCTS:
             raise NotImplementedError(
