@@ -1,0 +1,46 @@
+"""torchtitan's llama4, with a flavor that a laptop trains and our builders. The model is torchtitan's own class."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torchtitan.models.llama4 import TransformerModelArgs, get_train_spec
+from torchtitan.models.moe import MoEArgs
+from torchtitan.protocols.train_spec import TrainSpec
+
+from recipes.datasets import build_dataloader
+from recipes.models.tokenizer import checked_tokenizer
+from recipes.reporting import build_metrics_processor
+from recipes.validation import build_validator
+
+# Every GEMM dimension is a multiple of 16, which FP8 needs, and every layer is a mixture of experts, as in 17bx16e.
+FLAVORS: Mapping[str, TransformerModelArgs] = MappingProxyType(
+    {
+        # D = 256, H = 352, E = 8 and a shared expert: 6.4 M parameters, 2.6 M of them active in a token.
+        "debug": TransformerModelArgs(
+            dim=256,
+            n_layers=2,
+            n_heads=8,
+            vocab_size=2048,
+            multiple_of=16,
+            rope_theta=500_000,
+            interleave_moe_layer_step=1,
+            moe_args=MoEArgs(num_experts=8),
+        ),
+    }
+)
+
+
+def train_spec() -> TrainSpec:
+    """torchtitan's spec with its flavors and ours; a copy, because a run writes into the arguments of its flavor."""
+    spec = get_train_spec()
+    flavors = copy.deepcopy({**spec.model_args, **FLAVORS})
+    return dataclasses.replace(
+        spec,
+        model_args=flavors,
+        build_dataloader_fn=build_dataloader,
+        build_tokenizer_fn=checked_tokenizer(flavors),
+        build_validator_fn=build_validator,
+        build_metrics_processor_fn=build_metrics_processor,
+    )

@@ -1,0 +1,26 @@
+"""Installs everything of ours into torchtitan. Importing this module is enough, and safe to repeat.
+
+Named by `experimental.custom_import`, so that stock `python -m torchtitan.train` finds our converters, models and
+datasets. torchtitan keeps all three in dicts of its own modules; this is the one place that fills them.
+"""
+
+from torchtitan.protocols import train_spec as train_specs
+
+from converters.registry import install
+from recipes.datasets import register_datasets
+from recipes.job_config import DataConfig
+from recipes.models import llama4
+
+SPECS = {"llama4": llama4.train_spec}
+
+
+def register() -> None:
+    """Converters, train specs and datasets. A model that is already registered, by us or by the user, stays."""
+    install()
+    for name, make in SPECS.items():
+        if name not in train_specs._extra_train_specs:
+            train_specs.register_train_spec(name, make())
+    register_datasets(DataConfig())
+
+
+register()
