@@ -103,9 +103,7 @@ def exact_mlp(experts: Experts) -> dict[str, Tensor]:
 def fp8_mlp(experts: Experts, numerics: Numerics) -> dict[str, Tensor]:
     """The same from `expert_mlp` with wrapped weights."""
     x = experts.x.clone().requires_grad_()
-    w1, w2, w3 = (
-        nn.Parameter(FP8ExpertWeight(w.clone(), numerics)) for w in (experts.w1, experts.w2, experts.w3)
-    )
+    w1, w2, w3 = (nn.Parameter(FP8ExpertWeight(w.clone(), numerics)) for w in (experts.w1, experts.w2, experts.w3))
     out = expert_mlp(x, w1, w2, w3, experts.offs, numerics)
     out.backward(experts.upstream)
     return dict(zip(NAMES, (out.detach(), x.grad, w1.grad, w2.grad, w3.grad), strict=True))

@@ -81,7 +81,7 @@ def test_case_15_gradient_columns_are_scaled_by_their_own_group() -> None:
 @pytest.mark.parametrize(
     ("value", "scale", "byte"),
     [
-        pytest.param(0.0, 2.0**-108, 0x00, id="zeros"),  # the floor 1e-30 / 448 = 2**-108.48: finite, and no nan in 0 / 0
+        pytest.param(0.0, 2.0**-108, 0x00, id="zeros"),  # the floor, 1e-30 / 448 = 2**-108.48: no 0 / 0
         pytest.param(1e-38, 2.0**-108, 0x00, id="tiny"),  # below what a float32 scale can lift: 0, not nan
         pytest.param(3e38, 2.0**120, 0x76, id="huge"),  # 3e38 / 2**120 = 225.7 -> 224
     ],
