@@ -51,10 +51,18 @@ def _draw_gaps(axes: Axes, comparison: Comparison) -> None:
     axes.plot(loss.steps, loss.smoothed, color=INK, lw=1.8, label=f"training, mean of {limits.smooth} steps")
     axes.plot(val.steps, val.gap, "D", ms=6, color=GREEN, mec="white", mew=0.8, label="validation", zorder=5)
     _draw_limits(axes, comparison)
-    axes.set_title(f"Gap: {comparison.b.label} - {comparison.a.label}", loc="left", size=11.5, weight="bold", color=INK)
-    axes.set_ylabel("difference in loss", color=MUTED)
+    axes.set_title("Gap", loc="left", size=11.5, weight="bold", color=INK)
+    difference = f"{comparison.b.label} - {comparison.a.label}"
+    axes.set_ylabel(difference if len(difference) < 38 else "difference", color=MUTED, size=9)
     axes.set_xlabel("training step", color=MUTED)
-    axes.legend(frameon=False, ncols=3, loc="upper right", labelcolor=INK, fontsize=9, bbox_to_anchor=(1.0, 1.17))
+    above = {
+        "loc": "lower right",
+        "bbox_to_anchor": (1.0, 0.985),
+        "ncols": 5,
+        "columnspacing": 1.4,
+        "handlelength": 1.6,
+    }
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9, **above)
 
 
 def _draw_limits(axes: Axes, comparison: Comparison) -> None:
@@ -64,11 +72,8 @@ def _draw_limits(axes: Axes, comparison: Comparison) -> None:
     seen = [abs(gap) for name in ("loss", "val_loss") for gap in pairs[name].gap if math.isfinite(gap)]
     reach = 1.2 * max([*given.values(), *seen, 1e-6])
     axes.set_ylim(-reach, reach)
-    for name, value in given.items():
-        axes.axhspan(-value, value, color=GREEN, alpha=0.09, lw=0, zorder=0)
-        at, text = (pairs["loss"].steps[-1], -value), f"limit on {name} ±{value:g}"
-        style = {"ha": "right", "va": "bottom", "size": 8.5, "color": GREEN}
-        axes.annotate(text, at, xytext=(0, 3), textcoords="offset points", **style)
+    for (name, value), shade in zip(given.items(), (0.14, 0.10), strict=False):
+        axes.axhspan(-value, value, color=GREEN, alpha=shade, lw=0, zorder=0, label=f"{name} limit ±{value:g}")
 
 
 def _style(axes: Axes) -> None:
