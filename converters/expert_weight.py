@@ -16,11 +16,13 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from converters.config import Numerics
+from converters.gathered_weight import FP8GatheredWeight, payload_of
 from converters.grouped_mm import grouped_mm
-from parallel.wrapped_weight import WrappedWeight
+from parallel.wrapped_weight import WrappedWeight, padded_shard
 
 
 class FP8ExpertWeight(WrappedWeight):
@@ -33,10 +35,36 @@ class FP8ExpertWeight(WrappedWeight):
         return type(self)(data, replace(self._context, temporary=False))
 
     def partial(self, data: Tensor) -> Self:
-        """Views are not cached: nobody counts their versions. Nor is FSDP2's unsharded weight: a cache would outlive the
-        reshard and undo its memory saving.
-        """
+        """Not cached. Nobody counts the versions of a view; and a cache would outlive the reshard of what FSDP2 gathers."""
         return type(self)(data, replace(self._context, temporary=True))
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor], Tensor | None]:
+        """What FSDP2 gathers: the shard in FP8 and, as metadata, the scales of all experts; or the shard in high precision."""
+        payload = payload_of(self, module) if self._context.fp8_all_gather else None
+        if payload is None:
+            return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        return (padded_shard(payload.q, mesh, outer_size),), payload.scale
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[Tensor, ...],
+        metadata: Tensor | None,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The unsharded weight: see `WrappedWeight`, or around the gathered FP8 bytes."""
+        if metadata is None:
+            return super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
+        (data,) = outputs
+        if out is None:
+            return FP8GatheredWeight(data, metadata, param_dtype, replace(self._context, temporary=True)), (data,)
+        local = out._local_tensor if isinstance(out, DTensor) else out
+        assert isinstance(local, FP8GatheredWeight), type(local)
+        local._scale = metadata
+        return None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -110,6 +138,17 @@ def _add(out: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     return out if dtype is None else out.to(dtype)
 
 
+# Handlers are called with the callers' keywords, so each has the argument names of the functions it stands for.
+def _aten_grouped(
+    input: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return _grouped(input, mat2, offs, bias, out_dtype)
+
+
 def _mm(input: Tensor, mat2: Tensor) -> Tensor:
     return _matmul(input, mat2)
 
@@ -119,7 +158,7 @@ def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
 
 
 PRODUCT_HANDLERS: dict[Callable, Callable] = {
-    torch._grouped_mm: _grouped,
+    torch._grouped_mm: _aten_grouped,
     F.grouped_mm: _grouped,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
