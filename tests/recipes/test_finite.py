@@ -116,13 +116,13 @@ def test_the_norm_of_another_rank_stops_this_one(model, watch, monkeypatch):
 
 
 def test_somebody_elses_clip_survives_the_end(model, monkeypatch):
+    monkeypatch.setattr(dist_utils, "clip_grad_norm_", ORIGINAL)  # what monkeypatch gives back at the end
     watch = GradientWatch([model])
     watch.install()
     other = lambda parameters, *args, **kwargs: None  # noqa: E731
     monkeypatch.setattr(dist_utils, "clip_grad_norm_", other)
     watch.remove()
     assert dist_utils.clip_grad_norm_ is other
-    dist_utils.clip_grad_norm_ = ORIGINAL
 
 
 def test_names_are_the_models_own():

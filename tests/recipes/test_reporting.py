@@ -1,15 +1,12 @@
 """What a run prints and writes: tables, run.json, events; and that it ends cleanly whatever happens."""
 
-import io
 import json
 import logging
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -18,8 +15,6 @@ from torchtitan.distributed import utils as dist_utils
 from converters.selection import ConversionReport, ConvertedWeight, SkippedModule
 from parallel.device import prepare_device
 from recipes.finite import NonFiniteError
-from recipes.progress import ProgressBar
-from recipes.report_tables import collapse
 from recipes.reporting import build_metrics_processor, conversion_reports, mfu_peak
 from recipes.runs import TAGS, read_run
 
@@ -234,60 +229,3 @@ def test_mfu_of_a_known_device_names_its_peak(make, monkeypatch):
     processor.device_memory_monitor = SimpleNamespace(device_name="NVIDIA H200")
     processor.logger.mfus = [1.0, 30.0, 32.0, 34.0]
     assert processor._mfu() == "32.00 % of 989 TFLOP/s (dense BF16 peak, FP8 or not)"
-
-
-@pytest.mark.parametrize(
-    ("fqns", "folded"),
-    [
-        (["layers.0.w1", "layers.1.w1", "layers.0.w3", "layers.1.w3"], ["layers.{0..1}.{w1,w3}"]),
-        (["layers.0.w1", "layers.1.w1", "layers.0.w3"], ["layers.{0..1}.w1", "layers.0.w3"]),
-        (["layers.1.w", "layers.3.w", "layers.4.w"], ["layers.{1,3..4}.w"]),
-        (["layers.10.w", "layers.9.w"], ["layers.{9..10}.w"]),
-        (["layers.7.experts.0.w", "layers.7.experts.1.w"], ["layers.7.experts.0.w", "layers.7.experts.1.w"]),
-        (["norm", "output"], ["norm, output"]),
-        (["layers.2"], ["layers.2"]),
-    ],
-)
-def test_collapse(fqns, folded):
-    assert collapse(fqns) == folded
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_bar_on_a_terminal_keeps_log_lines_whole(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    handler = logging.StreamHandler(terminal)
-    logging.getLogger().addHandler(handler)
-    try:
-        bar = ProgressBar(10)
-        bar.start()
-        bar.advance(3)  # resumed at step 2
-        bar.show_loss(4.5)
-        logging.getLogger().error("\x1b[31mstep:  3\x1b[39m " + "x" * 100)
-        bar.advance(4)
-        assert isinstance(bar.console, Console)
-        bar.stop()
-        bar.stop()
-        assert handler.stream is terminal
-    finally:
-        logging.getLogger().removeHandler(handler)
-    text = terminal.getvalue()
-    assert "x" * 100 + "\n" in text.replace("\x1b[0m", "")  # one line although the terminal is narrower
-    assert "step 4/10" in text
-    assert "loss 4.5000" in text
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor comes back
-
-
-def test_no_bar_without_a_terminal(capsys):
-    bar = ProgressBar(10)
-    bar.start()
-    bar.advance(1)
-    bar.stop()
-    assert bar.console is None
-    assert capsys.readouterr() == ("", "")

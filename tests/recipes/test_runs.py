@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
+from torchtitan.config import JobConfig
 
+from recipes.run_info import config_differences
 from recipes.runs import RunError, read_run
 
 
@@ -79,3 +82,14 @@ def test_files_without_a_scalar_and_strange_run_files_are_errors(tmp_path):
     (tmp_path / "run.json").write_text('{"schema": 2}')
     with pytest.raises(RunError, match="is not of schema 1"):
         read_run(tmp_path)
+
+
+def test_values_are_the_float32_of_the_events(tmp_path):
+    write(tmp_path / "tb" / "a", {1: 1 / 3})
+    assert read_run(tmp_path).series("grad_norm") == {1: float(np.float32(1 / 3))}
+
+
+def test_config_differences_leave_out_where_a_run_writes():
+    a, b = JobConfig().to_dict(), JobConfig().to_dict()
+    b["job"]["dump_folder"], b["metrics"]["log_freq"], b["optimizer"]["lr"] = "other", 1, 1.0
+    assert config_differences(a, b) == {"optimizer.lr": (8e-4, 1.0)}
