@@ -27,7 +27,7 @@ from converters.expert_mlp import expert_mlp
 from converters.expert_weight import FP8ExpertWeight
 from converters.selection import ConversionReport, ConvertedWeight, check_alignment, select, stacked_weights
 from parallel.expert_parallel import dispatches_itself, let_experts_dispatch, plan
-from parallel.wrapped_weight import wrap_parameters
+from parallel.checkpoint import wrap_parameters
 
 NAME = "fp8.grouped_experts"
 logger = logging.getLogger(__name__)

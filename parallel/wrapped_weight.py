@@ -1,7 +1,7 @@
 """How does a wrapped weight live and travel?  A tensor around `_data`; this file knows nothing of FP8.
 
-`WrappedWeight` is the storage half: flatten and unflatten, the ops that keep the wrapper, FSDP2's all-gather. What a GEMM
-with such a weight computes is its subclass's business (converters/expert_weight.py).
+`WrappedWeight` is the storage half: flatten and unflatten, the ops that keep the wrapper, FSDP2's all-gather. What a
+GEMM with such a weight computes is its subclass's business (converters/expert_weight.py).
 
 How the type of one expert weight changes, outermost first:
 
@@ -10,7 +10,7 @@ How the type of one expert weight changes, outermost first:
     fully_shard    DTensor(Wrapped(shard))                sharded; with EP or TP a mesh axis more
     forward        Wrapped(gathered), DTensor(Wrapped)    post_all_gather; the module calls to_local()
     optimizer      runs on `_data`; its states are plain tensors
-    state_dict     DTensor(plain) or plain: see `plain_state_dict`
+    state_dict     DTensor(plain) or plain: checkpoint.py
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 
-# Ops whose result is the same weight, or a part or view of it: they keep the wrapper. zeros_like is left out on purpose, so
-# that optimizer states are plain tensors.
+# Ops whose result is the same weight, or a part or view of it: they keep the wrapper. zeros_like is not one of them,
+# so that optimizer states are plain tensors.
 KEEPS_WRAPPER = {
     aten.alias.default,
     aten.as_strided.default,
@@ -81,7 +81,7 @@ class WrappedWeight(Tensor):
     _base: Tensor | None = None  # the `_data` that this one is a view of
 
     @staticmethod
-    def __new__(cls, data: Tensor, context: Any = None) -> Self:
+    def __new__(cls: type[Self], data: Tensor, context: Any = None) -> Self:
         return Tensor._make_wrapper_subclass(
             cls,
             data.size(),
@@ -145,9 +145,9 @@ class WrappedWeight(Tensor):
     def _view(self, data: Tensor) -> Self:
         """A wrapper around a view of `_data`.
 
-        Views made below __torch_dispatch__ do not share the version counter of what they view. So a view of all of it (detach,
-        view_as, which nn.Parameter and DTensor.to_local call) keeps the same `_data`, and any other one knows its base, for
-        writes through it to count there. What is read through it has no version that could be trusted: `partial`.
+        Views made below __torch_dispatch__ do not share the version counter of what they view. So a view of all of it
+        (detach, view_as, which nn.Parameter and DTensor.to_local call) keeps the same `_data`, and any other one knows
+        its base, for writes through it to count there. What is read through it has no version to trust: `partial`.
         """
         same = data.stride() == self._data.stride() and data.storage_offset() == self._data.storage_offset()
         if same and data.shape == self._data.shape:
@@ -188,8 +188,8 @@ class WrappedWeight(Tensor):
 def padded_shard(shard: Tensor, mesh: Any, outer_size: torch.Size) -> Tensor:
     """`shard` filled up with zeros along dim 0 to the size that every rank gathers.
 
-    With 3 experts on 2 ranks the second holds one. FSDP2 pads plain tensors itself; from a hook it expects the padded size,
-    and says so on the short rank only, while the others wait in the collective.
+    With 3 experts on 2 ranks the second holds one. FSDP2 pads plain tensors itself; from a hook it expects the padded
+    size, and says so on the short rank only, while the others wait in the collective.
     """
     missing = -(-outer_size[0] // mesh.size()) - shard.shape[0]
     if shard.shape[1:] != outer_size[1:] or missing <= 0:
@@ -213,33 +213,21 @@ def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[WrappedWeig
     return [w for name in names for w in _leaves(given.get(name)) if isinstance(w, WrappedWeight)]
 
 
+def map_local(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """function(tensor), or a DTensor around function(its local tensor)."""
+    if not isinstance(tensor, DTensor):
+        return function(tensor)
+    return DTensor.from_local(
+        function(tensor._local_tensor),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def plain(tensor: Tensor) -> Tensor:
     """`tensor` without the wrapper, through a DTensor; shares storage."""
-    if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, WrappedWeight):
-        return DTensor.from_local(
-            tensor._local_tensor._data,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-    return tensor._data if isinstance(tensor, WrappedWeight) else tensor
-
-
-def plain_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """State-dict hook: checkpoints hold plain tensors that share storage with the weights, so loading in place works too.
-
-    A pickled wrapper could not be opened by a model without it, nor by anybody with `weights_only` (ao#4782, tt#4240).
-    """
-    for name, _ in module.named_parameters(recurse=False):
-        if (key := prefix + name) in state_dict:
-            state_dict[key] = plain(state_dict[key])
-
-
-def wrap_parameters(module: nn.Module, wrap: Callable[[Tensor], WrappedWeight], names: list[str]) -> None:
-    """Replaces the named parameters of `module` by wrapped ones and keeps its checkpoints plain."""
-    for name in names:
-        param = getattr(module, name)
-        module.register_parameter(name, nn.Parameter(wrap(param.detach()), requires_grad=param.requires_grad))
-    module._register_state_dict_hook(plain_state_dict)
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return map_local(tensor, lambda w: w._data) if isinstance(local, WrappedWeight) else tensor
