@@ -9,9 +9,9 @@ from torchtitan.protocols import train_spec as train_specs
 from converters.registry import install
 from recipes.datasets import register_datasets
 from recipes.job_config import DataConfig
-from recipes.models import llama4
+from recipes.models import llama4, mixtral
 
-SPECS = {"llama4": llama4.train_spec}
+SPECS = {"llama4": llama4.train_spec, "mixtral": mixtral.train_spec}
 
 
 def register() -> None:

@@ -1,0 +1,91 @@
+"""Mixtral, which torchtitan does not have: its train spec with the published sizes and one that a laptop trains."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+from torchtitan.components.loss import build_cross_entropy_loss
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.models.llama4.infra.parallelize import parallelize_llama
+from torchtitan.protocols.train_spec import TrainSpec
+
+from recipes.datasets import build_dataloader
+from recipes.models.mixtral.adapter import MixtralAdapter
+from recipes.models.mixtral.args import MixtralModelArgs, mixtral_moe
+from recipes.models.mixtral.balance import balanced_moes
+from recipes.models.mixtral.model import Mixtral
+from recipes.models.tokenizer import checked_tokenizer
+from recipes.reporting import build_metrics_processor
+from recipes.validation import build_validator
+
+_DEBUG = MixtralModelArgs(
+    dim=256,
+    n_layers=2,
+    n_heads=8,
+    n_kv_heads=4,
+    head_dim=32,
+    hidden_dim=352,
+    vocab_size=2048,
+    max_seq_len=2048,
+    router_aux_loss_coef=0.02,
+)
+
+_8X22B = MixtralModelArgs(
+    dim=6144,
+    n_layers=56,
+    n_heads=48,
+    hidden_dim=16384,
+    max_seq_len=65536,
+    router_aux_loss_coef=0.001,
+)
+
+FLAVORS: Mapping[str, MixtralModelArgs] = {
+    "debug": _DEBUG,
+    # The debug model balanced by torchtitan's bias method in place of the auxiliary loss.
+    "debug_bias": replace(_DEBUG, router_aux_loss_coef=0.0, moe_args=mixtral_moe(load_balance_coeff=1e-3)),
+    "8x7b": MixtralModelArgs(router_aux_loss_coef=0.02),
+    "8x22b": _8X22B,
+    # The instruct model has 768 tokens more.
+    "8x22b_instruct": replace(_8X22B, vocab_size=32768),
+}
+
+
+def tokens_per_step(job_config: JobConfig, parallel_dims: ParallelDims) -> int:
+    """Tokens of one optimizer step over all ranks and micro-batches."""
+    training = job_config.training
+    per_micro_batch = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
+    sequences = training.global_batch_size if training.global_batch_size > 0 else per_micro_batch
+    return sequences * training.seq_len
+
+
+def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    """torchtitan's plan for Llama4, whose module names Mixtral shares; tells the auxiliary loss the size of a step."""
+    group = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
+    tokens = tokens_per_step(job_config, parallel_dims)
+    for moe in balanced_moes(model):
+        moe.balance = replace(moe.balance, tokens_per_step=tokens, sequence_group=group)
+    return parallelize_llama(model, parallel_dims, job_config)
+
+
+def train_spec() -> TrainSpec:
+    """A spec of its own flavors, since a run writes into the arguments of its flavor."""
+    flavors = copy.deepcopy(FLAVORS)
+    return TrainSpec(
+        model_cls=Mixtral,
+        model_args=flavors,
+        parallelize_fn=parallelize,
+        pipelining_fn=pipeline_llm,
+        build_optimizers_fn=build_optimizers_with_moe_load_balancing,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=build_dataloader,
+        build_tokenizer_fn=checked_tokenizer(flavors),
+        build_loss_fn=build_cross_entropy_loss,
+        build_validator_fn=build_validator,
+        build_metrics_processor_fn=build_metrics_processor,
+        state_dict_adapter=MixtralAdapter,
+    )
