@@ -28,11 +28,11 @@ async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 
 
 @gluon.jit
-def _place(t, down, across, ORDER: gl.constexpr):
-    """Tile t of a grid down x across, walked in bands of ORDER rows so that the operands of a wave stay in L2."""
-    width = ORDER * across
-    first = (t // width) * ORDER
-    size = gl.minimum(down - first, ORDER)
+def _place(t, down, across, order):
+    """Tile t of a grid down x across, walked in bands of `order` rows so that the operands of a wave stay in L2."""
+    width = order * across
+    first = (t // width) * order
+    size = gl.minimum(down - first, order)
     return first + (t % width) % size, (t % width) // size
 
 
@@ -43,13 +43,18 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _before(stage, STAGES: gl.constexpr):
+    """The stage before this one. Not carried in a variable: `previous = stage` in a loop keeps its first value (3.6)."""
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def _multiply(a_bufs, b_bufs, full, empty, steps, stage, phase, WG: gl.constexpr, layout: gl.constexpr, PRECISE: gl.constexpr):
     """One half tile over all steps of its contraction. Returns the accumulator and where the ring stands."""
     STAGES: gl.constexpr = a_bufs.shape[0]
     HALF: gl.constexpr = a_bufs.shape[1] // 2
     BN: gl.constexpr = b_bufs.shape[1]
     acc = gl.zeros((HALF, BN), gl.float32, layout)
-    prev = stage
     for k in range(steps):
         mbarrier.wait(full.index(stage), phase)
         a = a_bufs.index(stage).slice(WG * HALF, HALF)
@@ -61,12 +66,11 @@ def _multiply(a_bufs, b_bufs, full, empty, steps, stage, phase, WG: gl.constexpr
         else:
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            mbarrier.arrive(empty.index(prev), pred=k > 0)
-        prev = stage
+            mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=k > 0)
         stage, phase = _advance(stage, phase, STAGES)
     if not PRECISE:
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index(prev), pred=steps > 0)
+        mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=steps > 0)
     return acc, stage, phase
 
 
@@ -104,7 +108,7 @@ def _store(desc, base, out, acc, row, column, rows_left, width, WG: gl.constexpr
 
 @gluon.jit
 def _load_rows(
-    xd, wd, a_bufs, b_bufs, full, empty, spans, tiles, E, N, K, PROGRAMS: gl.constexpr, ORDER: gl.constexpr
+    xd, wd, a_bufs, b_bufs, full, empty, spans, tiles, E, N, K, order, PROGRAMS: gl.constexpr
 ):
     STAGES: gl.constexpr = a_bufs.shape[0]
     HALF: gl.constexpr = a_bufs.shape[1] // 2
@@ -114,7 +118,7 @@ def _load_rows(
     stage = 0
     phase = 1
     for t in range(gl.program_id(0), down * gl.cdiv(N, BN), PROGRAMS):
-        i, j = _place(t, down, gl.cdiv(N, BN), ORDER)
+        i, j = _place(t, down, gl.cdiv(N, BN), order)
         e = gl.load(tiles + i * 4)
         row = gl.load(tiles + i * 4 + 1)
         both = row + HALF < gl.load(tiles + i * 4 + 2)
@@ -131,8 +135,8 @@ def _load_rows(
 
 @gluon.jit
 def _compute_rows(
-    yd, y, row_scale, w_scale, a_bufs, b_bufs, out, full, empty, spans, tiles, E, N, K,
-    PROGRAMS: gl.constexpr, ORDER: gl.constexpr, PRECISE: gl.constexpr, WG: gl.constexpr,
+    yd, y, row_scale, w_scale, a_bufs, b_bufs, out, full, empty, spans, tiles, E, N, K, order,
+    PROGRAMS: gl.constexpr, PRECISE: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = a_bufs.shape[0]
     HALF: gl.constexpr = a_bufs.shape[1] // 2
@@ -143,7 +147,7 @@ def _compute_rows(
     stage = 0
     phase = 0
     for t in range(gl.program_id(0), down * gl.cdiv(N, BN), PROGRAMS):
-        i, j = _place(t, down, gl.cdiv(N, BN), ORDER)
+        i, j = _place(t, down, gl.cdiv(N, BN), order)
         row = gl.load(tiles + i * 4 + 1) + WG * HALF
         end = gl.load(tiles + i * 4 + 2)
         steps = gl.load(tiles + i * 4 + 3) * gl.cdiv(K, BK)
@@ -173,20 +177,20 @@ def _rings(a_dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.con
     return a_bufs, b_bufs, full, empty
 
 
-@gluon.jit(do_not_specialize=["E"])
+@gluon.jit(do_not_specialize=["E", "order"])
 def rows_kernel(
-    xd, wd, yd, y, row_scale, w_scale, spans, tiles, E, N, K,
+    xd, wd, yd, y, row_scale, w_scale, spans, tiles, E, N, K, order,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, OUT_BUFS: gl.constexpr,
-    PROGRAMS: gl.constexpr, ORDER: gl.constexpr, PRECISE: gl.constexpr,
+    PROGRAMS: gl.constexpr, PRECISE: gl.constexpr,
 ):  # fmt: skip
     """y[M, N] = (x[M, K] * row_scale) @ (w[e][N, K] * w_scale[e])^T for the rows of each expert e."""
     a_bufs, b_bufs, full, empty = _rings(xd.dtype, BM, BN, BK, STAGES)
     out = gl.allocate_shared_memory(yd.dtype, [2 * OUT_BUFS, BM // 2, BN // 2], yd.layout)
     gl.warp_specialize(
         [
-            (_compute_rows, (yd, y, row_scale, w_scale, a_bufs, b_bufs, out, full, empty, spans, tiles, E, N, K, PROGRAMS, ORDER, PRECISE, 0)),
-            (_compute_rows, (yd, y, row_scale, w_scale, a_bufs, b_bufs, out, full, empty, spans, tiles, E, N, K, PROGRAMS, ORDER, PRECISE, 1)),
-            (_load_rows, (xd, wd, a_bufs, b_bufs, full, empty, spans, tiles, E, N, K, PROGRAMS, ORDER)),
+            (_compute_rows, (yd, y, row_scale, w_scale, a_bufs, b_bufs, out, full, empty, spans, tiles, E, N, K, order, PROGRAMS, PRECISE, 0)),
+            (_compute_rows, (yd, y, row_scale, w_scale, a_bufs, b_bufs, out, full, empty, spans, tiles, E, N, K, order, PROGRAMS, PRECISE, 1)),
+            (_load_rows, (xd, wd, a_bufs, b_bufs, full, empty, spans, tiles, E, N, K, order, PROGRAMS)),
         ],
         [4, 1],
         [232, 40],
@@ -194,12 +198,12 @@ def rows_kernel(
 
 
 @gluon.jit
-def _wgrad_tile(t, spans, NP, K, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDER: gl.constexpr):
+def _wgrad_tile(t, spans, NP, K, order, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
     """Tile t -> expert, part, first row in the part, first column, first padded column of the operands, rows of the group."""
     down = gl.cdiv(NP, BM) * PARTS
     across = gl.cdiv(K, BN)
     e = t // (down * across)
-    i, j = _place(t % (down * across), down, across, ORDER)
+    i, j = _place(t % (down * across), down, across, order)
     part = i // gl.cdiv(NP, BM)
     size = gl.load(spans + e * 4 + 1) - gl.load(spans + e * 4)
     return e, part, (i - part * gl.cdiv(NP, BM)) * BM, j * BN, gl.load(spans + e * 4 + 2) * 128, size
@@ -207,7 +211,7 @@ def _wgrad_tile(t, spans, NP, K, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.c
 
 @gluon.jit
 def _load_wgrad(
-    ad, bd, a_bufs, b_bufs, full, empty, spans, E, NP, K, PARTS: gl.constexpr, PROGRAMS: gl.constexpr, ORDER: gl.constexpr
+    ad, bd, a_bufs, b_bufs, full, empty, spans, E, NP, K, order, PARTS: gl.constexpr, PROGRAMS: gl.constexpr
 ):
     STAGES: gl.constexpr = a_bufs.shape[0]
     BM: gl.constexpr = a_bufs.shape[1]
@@ -216,7 +220,7 @@ def _load_wgrad(
     stage = 0
     phase = 1
     for t in range(gl.program_id(0), E * PARTS * gl.cdiv(NP, BM) * gl.cdiv(K, BN), PROGRAMS):
-        e, part, n, k, token, size = _wgrad_tile(t, spans, NP, K, PARTS, BM, BN, ORDER)
+        e, part, n, k, token, size = _wgrad_tile(t, spans, NP, K, order, PARTS, BM, BN)
         for i in range(gl.cdiv(size, BK)):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
@@ -228,8 +232,8 @@ def _load_wgrad(
 
 @gluon.jit
 def _compute_wgrad(
-    od, dw, a_scale, b_scale, a_bufs, b_bufs, out, full, empty, spans, E, NP, K,
-    PARTS: gl.constexpr, PROGRAMS: gl.constexpr, ORDER: gl.constexpr, PRECISE: gl.constexpr, WG: gl.constexpr,
+    od, dw, a_scale, b_scale, a_bufs, b_bufs, out, full, empty, spans, E, NP, K, order,
+    PARTS: gl.constexpr, PROGRAMS: gl.constexpr, PRECISE: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = a_bufs.shape[0]
     BM: gl.constexpr = a_bufs.shape[1]
@@ -239,7 +243,7 @@ def _compute_wgrad(
     stage = 0
     phase = 0
     for t in range(gl.program_id(0), E * PARTS * gl.cdiv(NP, BM) * gl.cdiv(K, BN), PROGRAMS):
-        e, part, n, k, _, size = _wgrad_tile(t, spans, NP, K, PARTS, BM, BN, ORDER)
+        e, part, n, k, _, size = _wgrad_tile(t, spans, NP, K, order, PARTS, BM, BN)
         n += WG * (BM // 2)
         steps = gl.cdiv(size, BK)
         if n < NP:
@@ -256,20 +260,20 @@ def _compute_wgrad(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["E"])
+@gluon.jit(do_not_specialize=["E", "order"])
 def wgrad_kernel(
-    ad, bd, od, dw, a_scale, b_scale, spans, E, NP, K, PARTS: gl.constexpr,
+    ad, bd, od, dw, a_scale, b_scale, spans, E, NP, K, order, PARTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, OUT_BUFS: gl.constexpr,
-    PROGRAMS: gl.constexpr, ORDER: gl.constexpr, PRECISE: gl.constexpr,
+    PROGRAMS: gl.constexpr, PRECISE: gl.constexpr,
 ):  # fmt: skip
     """dw[part, e][NP, K] = (a[part * NP .., tokens of e] * a_scale[e]) @ (b[K, tokens of e] * b_scale[e])^T."""
     a_bufs, b_bufs, full, empty = _rings(ad.dtype, BM, BN, BK, STAGES)
     out = gl.allocate_shared_memory(od.dtype, [2 * OUT_BUFS, BM // 2, BN // 2], od.layout)
     gl.warp_specialize(
         [
-            (_compute_wgrad, (od, dw, a_scale, b_scale, a_bufs, b_bufs, out, full, empty, spans, E, NP, K, PARTS, PROGRAMS, ORDER, PRECISE, 0)),
-            (_compute_wgrad, (od, dw, a_scale, b_scale, a_bufs, b_bufs, out, full, empty, spans, E, NP, K, PARTS, PROGRAMS, ORDER, PRECISE, 1)),
-            (_load_wgrad, (ad, bd, a_bufs, b_bufs, full, empty, spans, E, NP, K, PARTS, PROGRAMS, ORDER)),
+            (_compute_wgrad, (od, dw, a_scale, b_scale, a_bufs, b_bufs, out, full, empty, spans, E, NP, K, order, PARTS, PROGRAMS, PRECISE, 0)),
+            (_compute_wgrad, (od, dw, a_scale, b_scale, a_bufs, b_bufs, out, full, empty, spans, E, NP, K, order, PARTS, PROGRAMS, PRECISE, 1)),
+            (_load_wgrad, (ad, bd, a_bufs, b_bufs, full, empty, spans, E, NP, K, order, PARTS, PROGRAMS)),
         ],
         [4, 1],
         [232, 40],

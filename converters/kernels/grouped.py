@@ -31,9 +31,9 @@ def gemm_rows(
     tile = rows_tile(M, N, K, E, y.itemsize, precise)
     rows_kernel[(programs(q.device),)](
         _descriptor(q, BM // 2, BK), _descriptor(w_q, tile.bn, BK), _descriptor(y, BM // 2, tile.bn // 2),
-        y, scale, w_scale, spans, tiles, E, N, K,
+        y, scale, w_scale, spans, tiles, E, N, K, tile.order,
         BM=BM, BN=tile.bn, BK=BK, STAGES=tile.stages, OUT_BUFS=tile.out_bufs, PROGRAMS=programs(q.device),
-        ORDER=tile.order, PRECISE=precise, num_warps=4,
+        PRECISE=precise, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -61,9 +61,9 @@ def gemm_wgrad(
     tile = wgrad_tile(M, NP * parts, K, E, dw.itemsize, precise)
     wgrad_kernel[(programs(a.device),)](
         _descriptor(a, BM, BK), _descriptor(b, tile.bn, BK), _descriptor(dw, BM // 2, tile.bn // 2),
-        dw, a_scale, b_scale, spans, E, NP, K, PARTS=parts,
+        dw, a_scale, b_scale, spans, E, NP, K, tile.order, PARTS=parts,
         BM=BM, BN=tile.bn, BK=BK, STAGES=tile.stages, OUT_BUFS=tile.out_bufs, PROGRAMS=programs(a.device),
-        ORDER=tile.order, PRECISE=precise, num_warps=4,
+        PRECISE=precise, num_warps=4,
     )  # fmt: skip
     return dw
 
