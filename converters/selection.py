@@ -1,8 +1,8 @@
 """Which modules does a pattern pick, and what is left out and why?
 
-A pattern is a run of whole path components with shell wildcards: `layers.3.moe.experts`, `layers.[0-3]`, `experts`. It picks
-the expert modules whose path contains that run, so `experts` never takes `shared_experts`. An expert module owns stacked
-weights [E, N, K]: torchtitan's GroupedExperts always, any other module only when a pattern names it.
+A pattern is a run of whole path components with shell wildcards: `layers.3.moe.experts`, `layers.[0-3]`, `experts`. It
+picks the expert modules whose path contains that run, so `experts` never takes `shared_experts`. An expert module owns
+stacked weights [E, N, K]: torchtitan's GroupedExperts always, any other module only when a pattern names it.
 """
 
 import difflib
@@ -69,6 +69,15 @@ def matches(fqn: str, pattern: str) -> bool:
     return any(all(map(fnmatchcase, run, want)) for run in runs)
 
 
+def _named(fqn: str, module: nn.Module, pattern: str) -> bool:
+    """Whether a pattern picks a module: a layer's pattern its GroupedExperts, but other modules only by their own name.
+
+    `layers.0` would take a convolution there, whose weight has three dims too.
+    """
+    own = fqn if isinstance(module, GroupedExperts) else ".".join(fqn.split(".")[-len(pattern.split(".")) :])
+    return matches(own, pattern)
+
+
 def _layer(fqn: str) -> int | None:
     found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", fqn)
     return int(found[1]) if found else None
@@ -76,7 +85,7 @@ def _layer(fqn: str) -> int | None:
 
 def _check_patterns(patterns: list[str], candidates: dict[str, nn.Module]) -> None:
     for pattern in patterns:
-        if not any(matches(fqn, pattern) for fqn in candidates):
+        if not any(_named(fqn, module, pattern) for fqn, module in candidates.items()):
             near = difflib.get_close_matches(pattern, candidates, n=3, cutoff=0.3) or list(candidates)[:3]
             raise ValueError(
                 f"[fp8.grouped_experts] fqns: {pattern!r} matches no expert module. Expert modules here: "
@@ -117,7 +126,7 @@ def select(model: nn.Module, config: FP8GroupedExpertsConfig) -> tuple[dict[str,
                 skipped.append(SkippedModule(fqn, _why_not_experts(module)))
             continue
         layer = _layer(fqn)
-        named = any(matches(fqn, p) for p in config.fqns)
+        named = any(_named(fqn, module, p) for p in config.fqns)
         if config.fqns and not named:
             reason = "experts that no pattern of fqns names"
         elif not named and not isinstance(module, GroupedExperts):
@@ -134,7 +143,10 @@ def select(model: nn.Module, config: FP8GroupedExpertsConfig) -> tuple[dict[str,
     if not chosen:
         raise ValueError(
             "[fp8.grouped_experts] converts nothing: "
-            + ("; ".join(f"{s.fqn}: {s.reason}" for s in skipped if s.fqn in stacks)[:300] or "this model has no routed experts")
+            + (
+                "; ".join(f"{s.fqn}: {s.reason}" for s in skipped if s.fqn in stacks)[:300]
+                or "this model has no routed experts"
+            )
             + ". Remove the converter 'fp8.grouped_experts' from model.converters, or change what it skips."
         )
     return chosen, skipped
