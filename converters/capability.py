@@ -46,6 +46,7 @@ def resolve(config: FP8GroupedExpertsConfig) -> Numerics:
     elif backend == "hopper" and (problem := hopper_problem()):
         raise ValueError(f"{problem} Set backend = 'reference' (emulated, any device) or 'auto'.")
     return Numerics(
+        fp8_all_gather=config.fsdp_fp8_all_gather != "off" and config.recipe == "tokenwise",
         recipe=config.recipe,
         backend=backend,
         wgrad=config.wgrad,

@@ -20,6 +20,7 @@ CHOICES = {
     "backend": Backend,
     "wgrad": Wgrad,
     "accumulate": Accumulate,
+    "fsdp_fp8_all_gather": Toggle,
     "ep_fp8_dispatch": Toggle,
 }
 
@@ -33,6 +34,7 @@ class Numerics:
     """How the GEMMs of one weight are computed. `backend` is resolved: never "auto".
 
     temporary: the weight is a view, or gathered for one pass; what is quantized from it is not kept, whatever `cache` says.
+    fp8_all_gather: FSDP2 gathers the weight in FP8.
     """
 
     recipe: Recipe = "tokenwise"
@@ -41,6 +43,7 @@ class Numerics:
     accumulate: Accumulate = "fast"
     cache: bool = True
     temporary: bool = False
+    fp8_all_gather: bool = False
 
     @property
     def key(self) -> str:
@@ -50,8 +53,7 @@ class Numerics:
     @staticmethod
     def parse(key: str) -> "Numerics":
         """The numerics whose `key` this is."""
-        *names, cache, temporary = key.split("/")
-        values = (*names, cache == "True", temporary == "True")
+        values = ({"True": True, "False": False}.get(v, v) for v in key.split("/"))
         return Numerics(**{f.name: value for f, value in zip(fields(Numerics), values, strict=True)})
 
     @property
@@ -105,6 +107,12 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
     accumulate: Accumulate = "fast"
     """fast: tensor-core accumulation over the whole contraction. precise: promoted to float32 every 128 elements."""
 
+    fsdp_fp8_all_gather: Toggle = "auto"
+    """
+    FSDP2 gathers the experts in FP8, half the bytes of BF16: a shard is quantized once per optimizer step, with the scale
+    of the whole weight. auto: on where it can be (tokenwise, torchtitan's own experts, no CPU offload).
+    """
+
     ep_fp8_dispatch: Toggle = "auto"
     """
     Expert parallelism with FP8 rows and their scales in one all-to-all, half the bytes; what comes back stays in high
@@ -130,6 +138,11 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
             raise ValueError(
                 f"[{section}] ep_fp8_dispatch = 'on' needs recipe = 'tokenwise' and wgrad = 'fp8', since rows arrive at "
                 f"the experts in FP8 only; got {self.recipe!r} and {self.wgrad!r}. Set ep_fp8_dispatch = 'off'."
+            )
+        if self.fsdp_fp8_all_gather == "on" and self.recipe != "tokenwise":
+            raise ValueError(
+                f"[{section}] fsdp_fp8_all_gather = 'on' needs recipe = 'tokenwise', whose weights have one scale an expert; "
+                f"got {self.recipe!r}. Set fsdp_fp8_all_gather = 'off'."
             )
         if self.backend == "hopper" and self.recipe == "rowwise":
             raise ValueError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from converters.backends import get_backend
 from converters.config import Numerics
-from converters.expert_mlp import backward_rows, forward_rows, quantized_weights
+from converters.expert_mlp import backward_rows, forward_rows, gathered_scales, quantized_weights
 from converters.scaling import compute_dtype
 from parallel.expert_parallel import Dispatch, from_experts, to_experts
 from parallel.wrapped_weight import plain
@@ -28,7 +28,8 @@ class _DispatchedMLP(torch.autograd.Function):
         backend = get_backend(n.backend)
         x8, sx = to_experts(list(backend.quantize_rows(x)), dispatch)
         groups = backend.groups(dispatch.offs, x8.shape[0])
-        weights = quantized_weights(plain(w1), plain(w2), plain(w3), n)
+        scales = gathered_scales(w1, w2, w3)
+        weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=False)
         out, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
         ctx.save_for_backward(x8, sx, y13, h8, sh, w1, w2, w3)
         ctx.dispatch, ctx.numerics, ctx.x_dtype = dispatch, n, x.dtype
@@ -41,7 +42,8 @@ class _DispatchedMLP(torch.autograd.Function):
         backend = get_backend(n.backend)
         g8, sg = to_experts(list(backend.quantize_rows(g.contiguous())), dispatch)
         groups = backend.groups(dispatch.offs, g8.shape[0])
-        weights = quantized_weights(plain(w1), plain(w2), plain(w3), n)
+        scales = gathered_scales(w1, w2, w3)
+        weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=True)
         dtypes = y13.dtype, w1.dtype
         dx, dw13, dw2 = backward_rows((g8, sg, None), (x8, sx, None), (h8, sh), y13, weights, groups, dtypes, n)
         dw1, dw3 = dw13.chunk(2, dim=1)

@@ -20,10 +20,12 @@ from torch import Tensor
 from converters.backends import get_backend
 from converters.backends.reference import FP8, QuantizedWeight, dswiglu, swiglu
 from converters.config import Numerics
+from converters.gathered_weight import FP8GatheredWeight
 from converters.scaling import Rows, compute_dtype, op_key, wgrad
-from converters.weight_cache import quantized
+from converters.weight_cache import assembled, quantized
 
 Dtypes = tuple[torch.dtype, torch.dtype]
+Scales = tuple[Tensor | None, Tensor | None]
 
 
 Quantized = tuple[QuantizedWeight, QuantizedWeight]  # W13 and W2
@@ -55,27 +57,54 @@ def backward_rows(
     return dx, wgrad((dy8, sdy, dy), x, groups, dtypes[1], n), dw2
 
 
-def quantized_weights(w1: Tensor, w2: Tensor, w3: Tensor, n: Numerics) -> Quantized:
-    """Plain w1, w3 [E, H, D] and w2 [E, D, H] -> W13 and W2, from the cache if it may serve."""
+def quantized_weights(w1: Tensor, w2: Tensor, w3: Tensor, scales: Scales, n: Numerics, backward: bool) -> Quantized:
+    """Plain w1, w3 [E, H, D] and w2 [E, D, H] -> W13 and W2: from the cache if it may serve, or as FSDP2 gathered them."""
+    s13, s2 = scales
+    if s13 is not None and s2 is not None:
+        return assembled([w1, w3], s13, transposed=backward), assembled([w2], s2, transposed=backward)
     return quantized([w1, w3], n), quantized([w2], n)
+
+
+def gathered_scales(w1: Tensor, w2: Tensor, w3: Tensor) -> Scales:
+    """The scales of W13 and W2 where FSDP2 has gathered them in FP8."""
+    if isinstance(w1, FP8GatheredWeight) and isinstance(w2, FP8GatheredWeight) and isinstance(w3, FP8GatheredWeight):
+        return w1._scale, w2._scale
+    return None, None
 
 
 @torch.library.custom_op("titan_moe_fp8::expert_mlp", mutates_args=())
 def _forward(
-    x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    s13: Tensor | None,
+    s2: Tensor | None,
+    offs: Tensor,
+    numerics: str,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> out [M, D], and for backward x8 [M, D], sx [M], y13 [M, 2H], h8 [M, H], sh [M]."""
     n = Numerics.parse(numerics)
     backend = get_backend(n.backend)
     x8, sx = backend.quantize_rows(x)
     groups = backend.groups(offs, x.shape[0])
-    out, y13, h8, sh = forward_rows(x8, sx, quantized_weights(w1, w2, w3, n), groups, dtype, n)
+    weights = quantized_weights(w1, w2, w3, (s13, s2), n, backward=False)
+    out, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
     return out, x8, sx, y13, h8, sh
 
 
 @_forward.register_fake
 def _(
-    x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    s13: Tensor | None,
+    s2: Tensor | None,
+    offs: Tensor,
+    numerics: str,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     M, D, H = x.shape[0], x.shape[1], w1.shape[1]
     rows = [x.new_empty(M, dtype=torch.float32) for _ in range(2)]
@@ -95,16 +124,20 @@ def _backward(
     w1: Tensor,
     w2: Tensor,
     w3: Tensor,
+    s13: Tensor | None,
+    s2: Tensor | None,
     offs: Tensor,
     numerics: str,
     x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dx [M, D], dw13 [E, 2H, D], dw2 [E, D, H]. x is given where the weight gradient needs it."""
     n = Numerics.parse(numerics)
     backend = get_backend(n.backend)
     groups = backend.groups(offs, g.shape[0])
-    weights, rows = quantized_weights(w1, w2, w3, n), (*backend.quantize_rows(g), g)
-    return backward_rows(rows, (x8, sx, x), (h8, sh), y13, weights, groups, (x_dtype, w1.dtype), n)
+    weights = quantized_weights(w1, w2, w3, (s13, s2), n, backward=True)
+    rows = (*backend.quantize_rows(g), g)
+    return backward_rows(rows, (x8, sx, x), (h8, sh), y13, weights, groups, (x_dtype, w_dtype), n)
 
 
 @_backward.register_fake
@@ -119,28 +152,32 @@ def _(
     w1: Tensor,
     w2: Tensor,
     w3: Tensor,
+    s13: Tensor | None,
+    s2: Tensor | None,
     offs: Tensor,
     numerics: str,
     x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     E, H, D = w1.shape
-    return g.new_empty(x8.shape, dtype=x_dtype), w1.new_empty((E, 2 * H, D)), w2.new_empty((E, D, H))
+    dw13, dw2 = g.new_empty((E, 2 * H, D), dtype=w_dtype), g.new_empty((E, D, H), dtype=w_dtype)
+    return g.new_empty(x8.shape, dtype=x_dtype), dw13, dw2
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, w1, w2, w3, offs, numerics, _ = inputs
+    x, w1, *weights, offs, numerics, _ = inputs  # w2, w3, s13, s2
     keep_x = x if Numerics.parse(numerics).wgrad_from_hp else None
-    ctx.save_for_backward(keep_x, *output[1:], w1, w2, w3, offs)
-    ctx.numerics, ctx.x_dtype = numerics, x.dtype
+    ctx.save_for_backward(keep_x, *output[1:], w1, *weights, offs)
+    ctx.numerics, ctx.dtypes = numerics, (x.dtype, w1.dtype)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
     if g is None:
-        return (None,) * 7
-    dx, dw13, dw2 = _backward(g.contiguous(), *ctx.saved_tensors, ctx.numerics, ctx.x_dtype)
+        return (None,) * 9
+    dx, dw13, dw2 = _backward(g.contiguous(), *ctx.saved_tensors, ctx.numerics, *ctx.dtypes)
     dw1, dw3 = dw13.chunk(2, dim=1)
-    return dx, dw1, dw2, dw3, None, None, None
+    return dx, dw1, dw2, dw3, None, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
@@ -168,4 +205,5 @@ def expert_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, nume
             + ", ".join(str(tuple(t.shape)) for t in (x, w1, w3, w2, offs))
             + "."
         )
-    return _forward(x.contiguous(), w1, w2, w3, offs.to(torch.int32), op_key(numerics, w1, w2, w3), compute_dtype(x))[0]
+    scales, key = gathered_scales(w1, w2, w3), op_key(numerics, w1, w2, w3)
+    return _forward(x.contiguous(), w1, w2, w3, *scales, offs.to(torch.int32), key, compute_dtype(x))[0]

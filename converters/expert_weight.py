@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from converters.backends.reference import FP8
 from converters.config import Numerics
 from converters.gathered_weight import FP8GatheredWeight, payload_of
 from converters.grouped_mm import grouped_mm
@@ -45,7 +46,8 @@ class FP8ExpertWeight(WrappedWeight):
         payload = payload_of(self, module) if self._context.fp8_all_gather else None
         if payload is None:
             return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
-        return (padded_shard(payload.q, mesh, outer_size),), payload.scale
+        # As bytes: gloo gathers no FP8 dtype, and to NCCL it is the same.
+        return (padded_shard(payload.q.view(torch.uint8), mesh, outer_size),), payload.scale
 
     def fsdp_post_all_gather(
         self,
@@ -60,7 +62,8 @@ class FP8ExpertWeight(WrappedWeight):
             return super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
         (data,) = outputs
         if out is None:
-            return FP8GatheredWeight(data, metadata, param_dtype, replace(self._context, temporary=True)), (data,)
+            context = replace(self._context, temporary=True)
+            return FP8GatheredWeight(data.view(FP8), metadata, param_dtype, context), (data,)
         local = out._local_tensor if isinstance(out, DTensor) else out
         assert isinstance(local, FP8GatheredWeight), type(local)
         local._scale = metadata

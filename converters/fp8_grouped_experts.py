@@ -11,10 +11,13 @@ Three ways in: `[model] converters = ["fp8.grouped_experts"]`, `convert(model, c
 import inspect
 import logging
 import types
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -25,11 +28,13 @@ from converters.config import FP8GroupedExpertsConfig, Numerics
 from converters.dispatched_mlp import dispatched_mlp
 from converters.expert_mlp import expert_mlp
 from converters.expert_weight import FP8ExpertWeight
+from converters.gathered_weight import quantize_shards
 from converters.selection import ConversionReport, ConvertedWeight, check_alignment, select, stacked_weights
 from parallel.expert_parallel import dispatches_itself, let_experts_dispatch, plan
 from parallel.checkpoint import wrap_parameters
 
 NAME = "fp8.grouped_experts"
+DEFAULT_FILTER = inspect.signature(quantize_).parameters["filter_fn"].default  # nn.Linear, also for filter_fn=None
 logger = logging.getLogger(__name__)
 
 
@@ -58,8 +63,14 @@ def is_routed_experts(module: nn.Module, fqn: str = "") -> bool:
 
 
 def _numerics_of(module: nn.Module) -> Numerics | None:
-    weights = [p for n in stacked_weights(module) if isinstance(p := getattr(module, n), FP8ExpertWeight)]
-    return weights[0]._context if weights else None
+    weights = [p._local_tensor if isinstance(p, DTensor) else p for p in module.parameters(recurse=False)]
+    return next((w._context for w in weights if isinstance(w, FP8ExpertWeight)), None)
+
+
+def _takes_our_forward(module: nn.Module) -> bool:
+    """Whether it runs torchtitan's forward, or ours: neither a subclass's nor one set on the module itself."""
+    forward = getattr(module.forward, "__func__", None)
+    return isinstance(module, GroupedExperts) and forward in (GroupedExperts.forward, fp8_experts_forward)
 
 
 def convert_module(module: nn.Module, numerics: Numerics, ep_dispatch: bool = False) -> None:
@@ -70,6 +81,8 @@ def convert_module(module: nn.Module, numerics: Numerics, ep_dispatch: bool = Fa
     Raises:
         ValueError: it was converted before with other numerics.
     """
+    if not _takes_our_forward(module):  # what it does with a gathered weight is not ours to know
+        numerics = replace(numerics, fp8_all_gather=False)
     if (before := _numerics_of(module)) is not None:
         if before != numerics:
             raise ValueError(
@@ -78,7 +91,7 @@ def convert_module(module: nn.Module, numerics: Numerics, ep_dispatch: bool = Fa
         logger.info("%s is in FP8 already (%s): left as it is.", type(module).__name__, before)
         return
     wrap_parameters(module, lambda data: FP8ExpertWeight(data, numerics), stacked_weights(module))
-    if isinstance(module, GroupedExperts) and type(module).forward is GroupedExperts.forward:
+    if _takes_our_forward(module):
         module.forward = types.MethodType(fp8_experts_forward, module)
         module.ep_dispatch, module.ep_group = ep_dispatch, None
     describe = f"fp8: {numerics}"
@@ -97,11 +110,10 @@ def convert(model: nn.Module, config: FP8GroupedExpertsConfig) -> ConversionRepo
         let_experts_dispatch()
     converted = []
     for fqn, module in chosen.items():
-        own_forward = isinstance(module, GroupedExperts) and type(module).forward is GroupedExperts.forward
         convert_module(module, numerics, ep_dispatch)
         for name in stacked_weights(module):
             w = getattr(module, name)
-            note = "" if own_forward else f"{type(module).__name__}.forward as it is, its products in FP8"
+            note = "" if _takes_our_forward(module) else f"{type(module).__name__}.forward as it is, its products in FP8"
             converted.append(ConvertedWeight(f"{fqn}.{name}", tuple(w.shape), str(w.dtype).removeprefix("torch."), note))
     report = ConversionReport(NAME, config.recipe, numerics.backend, tuple(converted), tuple(skipped))
     model.conversion_reports = [*getattr(model, "conversion_reports", []), report]
@@ -131,7 +143,10 @@ class FP8GroupedExpertsConverter:
         logger.info(convert(model, self.config).summary())
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing to do after a step: every scale comes from the tensor it scales."""
+        """Quantizes the FSDP2 shards for the next step: one all-reduce of the maxima of all experts."""
+        parts = model if isinstance(model, list) else [model]
+        modules = [m for part in parts for m in part.modules() if (n := _numerics_of(m)) and n.fp8_all_gather]
+        quantize_shards(modules)
 
 
 @register_quantize_module_handler(FP8GroupedExpertsConfig)
@@ -139,11 +154,12 @@ def _quantize_handler(module: nn.Module, config: FP8GroupedExpertsConfig) -> nn.
     """What `quantize_` calls on each module that its filter admits.
 
     Its default filter admits nn.Linear only, and would hand us the router's gate and the shared experts but never the
-    routed ones (tt#3199). There the config's own selection decides, on the model that quantize_ was called with.
+    routed ones (tt#3199). So with that filter the config's own selection decides, once, on the model that quantize_ was
+    called with; any other filter decides alone.
     """
-    if isinstance(module, nn.Linear):
-        model = _model_of_quantize()
-        if not getattr(model, "conversion_reports", None):
+    model, filter_fn = _arguments_of_quantize()
+    if filter_fn is DEFAULT_FILTER:
+        if module is next(m for name, m in model.named_modules() if filter_fn(m, name)):
             convert(model, config)
         return module
     if not stacked_weights(module):
@@ -156,11 +172,13 @@ def _quantize_handler(module: nn.Module, config: FP8GroupedExpertsConfig) -> nn.
     return module
 
 
-def _model_of_quantize() -> nn.Module:
-    """The model argument of the `quantize_` call we are in: torchao passes a handler the matched module alone."""
+def _arguments_of_quantize() -> tuple[nn.Module, Callable]:
+    """model and filter_fn of the `quantize_` call we are in: torchao passes a handler the matched module alone."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code.co_name == "quantize_" and frame.f_globals.get("__name__", "").startswith("torchao."):
-            return frame.f_locals["model"]
+        if frame.f_code is quantize_.__code__:
+            return frame.f_locals["model"], frame.f_locals["filter_fn"]
         frame = frame.f_back
-    raise ValueError("call FP8GroupedExpertsConfig through torchao.quantization.quantize_, or use converters' convert().")
+    raise ValueError(
+        "call FP8GroupedExpertsConfig through torchao.quantization.quantize_, or use converters' convert()."
+    )
