@@ -9,6 +9,7 @@ from torchtitan.models.llama4 import TransformerModelArgs, get_train_spec
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
+from parallel.pipeline import build_loss
 from recipes.datasets import build_dataloader
 from recipes.models.tokenizer import checked_tokenizer
 from recipes.reporting import build_metrics_processor
@@ -41,6 +42,7 @@ def train_spec() -> TrainSpec:
         model_args=flavors,
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=checked_tokenizer(flavors),
+        build_loss_fn=build_loss,
         build_validator_fn=build_validator,
         build_metrics_processor_fn=build_metrics_processor,
     )

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
-from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
 from torchtitan.config import JobConfig
@@ -14,6 +13,7 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama4.infra.parallelize import parallelize_llama
 from torchtitan.protocols.train_spec import TrainSpec
 
+from parallel.pipeline import build_loss
 from recipes.datasets import build_dataloader
 from recipes.models.mixtral.adapter import MixtralAdapter
 from recipes.models.mixtral.args import MixtralModelArgs, mixtral_moe
@@ -84,7 +84,7 @@ def train_spec() -> TrainSpec:
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=checked_tokenizer(flavors),
-        build_loss_fn=build_cross_entropy_loss,
+        build_loss_fn=build_loss,
         build_validator_fn=build_validator,
         build_metrics_processor_fn=build_metrics_processor,
         state_dict_adapter=MixtralAdapter,
