@@ -33,7 +33,7 @@ SQNR_FLOOR_DB = {"tokenwise": 23.0, "rowwise": 23.0}
 class Numerics:
     """How the GEMMs of one weight are computed. `backend` is resolved: never "auto".
 
-    temporary: the weight is a view, or gathered for one pass; what is quantized from it is not kept, whatever `cache` says.
+    temporary: the weight is a view, or gathered for one pass; what is quantized from it is not kept, even with `cache`.
     fp8_all_gather: FSDP2 gathers the weight in FP8.
     """
 
@@ -109,8 +109,8 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
 
     fsdp_fp8_all_gather: Toggle = "auto"
     """
-    FSDP2 gathers the experts in FP8, half the bytes of BF16: a shard is quantized once per optimizer step, with the scale
-    of the whole weight. auto: on where it can be (tokenwise, torchtitan's own experts, no CPU offload).
+    FSDP2 gathers the experts in FP8, half the bytes of BF16: a shard is quantized once per optimizer step, with the
+    scale of the whole weight. auto: on where it can be (tokenwise, torchtitan's own experts, no CPU offload).
     """
 
     ep_fp8_dispatch: Toggle = "auto"
@@ -132,21 +132,22 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
                 raise ValueError(f"[{section}] {name} = {value!r} must be a whole number of layers, 0 or more.")
         if not isinstance(self.cache, bool):
             raise ValueError(f"[{section}] cache = {self.cache!r} must be true or false.")
-        if isinstance(self.fqns, str) or not all(isinstance(p, str) and p for p in self.fqns):
+        if not isinstance(self.fqns, list) or not all(isinstance(p, str) and p for p in self.fqns):
             raise ValueError(f"[{section}] fqns = {self.fqns!r} must be a list of non-empty patterns.")
         if self.ep_fp8_dispatch == "on" and (self.recipe, self.wgrad) != ("tokenwise", "fp8"):
             raise ValueError(
-                f"[{section}] ep_fp8_dispatch = 'on' needs recipe = 'tokenwise' and wgrad = 'fp8', since rows arrive at "
-                f"the experts in FP8 only; got {self.recipe!r} and {self.wgrad!r}. Set ep_fp8_dispatch = 'off'."
+                f"[{section}] ep_fp8_dispatch = 'on' needs recipe = 'tokenwise' and wgrad = 'fp8', since rows arrive "
+                f"at the experts in FP8 only; got {self.recipe!r} and {self.wgrad!r}. Set ep_fp8_dispatch = 'off'."
             )
         if self.fsdp_fp8_all_gather == "on" and self.recipe != "tokenwise":
             raise ValueError(
-                f"[{section}] fsdp_fp8_all_gather = 'on' needs recipe = 'tokenwise', whose weights have one scale an expert; "
-                f"got {self.recipe!r}. Set fsdp_fp8_all_gather = 'off'."
+                f"[{section}] fsdp_fp8_all_gather = 'on' needs recipe = 'tokenwise', whose weights have one scale an "
+                f"expert; got {self.recipe!r}. Set fsdp_fp8_all_gather = 'off'."
             )
         if self.backend == "hopper" and self.recipe == "rowwise":
             raise ValueError(
-                f"[{section}] recipe = 'rowwise' has no hopper backend: use recipe = 'tokenwise', or backend = 'reference'."
+                f"[{section}] recipe = 'rowwise' has no hopper backend: use recipe = 'tokenwise', or "
+                "backend = 'reference'."
             )
 
 
@@ -156,3 +157,10 @@ class FP8Config:
 
     grouped_experts: FP8GroupedExpertsConfig = field(default_factory=FP8GroupedExpertsConfig)
     """Read by the converter `fp8.grouped_experts`."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.grouped_experts, FP8GroupedExpertsConfig):
+            raise ValueError(
+                f"[fp8] grouped_experts = {self.grouped_experts!r} must be a table: write its keys below a line "
+                "[fp8.grouped_experts]."
+            )
