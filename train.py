@@ -1,7 +1,8 @@
 """How does it start?  torchrun train.py --job.config_file recipes/llama4_fp8.toml
 
-Prepares the device, registers our converters, models, datasets and the config sections [fp8] and [data], and hands over to
-torchtitan's own Trainer. Without torchrun it runs as one process. Every flag is torchtitan's: `python train.py --help`.
+Prepares the device, registers our converters, models, datasets and the config sections [fp8] and [data], and hands
+over to torchtitan's own Trainer. Without torchrun it runs as one process. Every flag is torchtitan's: `python train.py
+--help`.
 """
 
 import os
@@ -28,6 +29,7 @@ def with_config_module(args: list[str]) -> list[str]:
 
 
 def main() -> None:
+    """Registers, then trains; see `python train.py --help`."""
     # torchtitan's ConfigManager copies sys.argv when it is imported, so the imports below come after this line.
     sys.argv[1:] = with_config_module(sys.argv[1:])
     if "RANK" not in os.environ:
@@ -37,9 +39,10 @@ def main() -> None:
 
     prepare_device()  # before torchtitan copies the device type
 
-    import recipes.register  # noqa: F401  (importing registers)
     from torchtitan.train import Trainer
     from torchtitan.train import main as train
+
+    import recipes.register  # noqa: F401  (importing registers)
 
     train(Trainer)
 

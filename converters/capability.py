@@ -7,7 +7,10 @@ from packaging.version import Version
 
 from converters.config import FP8GroupedExpertsConfig, Numerics
 
-TORCHAO_RANGE = (Version("0.17"), Version("0.19"))  # [first, first unsupported); the same bound stands in pyproject.toml
+TORCHAO_RANGE = (
+    Version("0.17"),
+    Version("0.19"),
+)  # [first, first unsupported); the same bound stands in pyproject.toml
 HOPPER = (9, 0)  # wgmma on E4M3 operands is an sm90 instruction; sm100 needs other kernels
 
 
@@ -30,7 +33,9 @@ def hopper_problem() -> str | None:
     capability = torch.cuda.get_device_capability()
     if capability != HOPPER:
         name = torch.cuda.get_device_name()
-        return f"backend 'hopper' needs compute capability 9.0 (H100, H200), {name} has {capability[0]}.{capability[1]}."
+        return (
+            f"backend 'hopper' needs compute capability 9.0 (H100, H200), {name} has {capability[0]}.{capability[1]}."
+        )
     return None
 
 

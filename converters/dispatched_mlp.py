@@ -3,8 +3,8 @@
     forward   x8,sx = rows(x)   ==FP8==>   x8,sx at the experts, MLP, out   --dtype-->   out
     backward  g8,sg = rows(g)   ==FP8==>   g8,sg at the experts, MLP backward, dx   --dtype-->   dx
 
-One autograd function holds it all, so no FP8 tensor poses as another dtype in the graph. A row is quantized once, by the
-rank that has it, and what arrives is the operand of the GEMMs. Sums over experts come later and in high precision.
+One autograd function holds it all, so no FP8 tensor poses as another dtype in the graph. A row is quantized once, by
+the rank that has it, and what arrives is the operand of the GEMMs. Sums over experts come later and in high precision.
 """
 
 from typing import Any

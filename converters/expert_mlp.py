@@ -4,9 +4,9 @@
     backward  g8,sg = rows(g)     dh  = g8 @ W2       dy8,sdy = rows(dswiglu(dh, y13))       dx  = dy8 @ W13
               dW2 = g^T @ h       dW13 = dy^T @ x     (per expert, contraction over its rows; operands: scaling.py)
 
-W13 is w1 over w3, [E, 2H, D]: x is quantized once and multiplied once; the parameters stay two. Saved for backward: x and
-h in FP8 with their scales, and y13; the SwiGLU is computed again. Only a recipe whose weight gradient starts from high
-precision keeps x too, and computes h again from y13.
+W13 is w1 over w3, [E, 2H, D]: x is quantized once and multiplied once; the parameters stay two. Saved for backward: x
+and h in FP8 with their scales, and y13; the SwiGLU is computed again. Only a recipe whose weight gradient starts from
+high precision keeps x too, and computes h again from y13.
 
 Forward and backward are custom ops: torch.compile and activation checkpointing see one node each, whose inputs are the
 parameters themselves, while what is quantized from them stays in weight_cache.py.
@@ -42,7 +42,14 @@ def forward_rows(
 
 
 def backward_rows(
-    g: Rows, x: Rows, h: tuple[Tensor, Tensor], y13: Tensor, weights: Quantized, groups: object, dtypes: Dtypes, n: Numerics
+    g: Rows,
+    x: Rows,
+    h: tuple[Tensor, Tensor],
+    y13: Tensor,
+    weights: Quantized,
+    groups: object,
+    dtypes: Dtypes,
+    n: Numerics,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward from the quantized gradient on: -> dx [M, D], dw13 [E, 2H, D], dw2 [E, D, H].
 
@@ -58,7 +65,9 @@ def backward_rows(
 
 
 def quantized_weights(w1: Tensor, w2: Tensor, w3: Tensor, scales: Scales, n: Numerics, backward: bool) -> Quantized:
-    """Plain w1, w3 [E, H, D] and w2 [E, D, H] -> W13 and W2: from the cache if it may serve, or as FSDP2 gathered them."""
+    """Plain w1, w3 [E, H, D] and w2 [E, D, H] -> W13 and W2: from the cache if it may serve, or as FSDP2 gathered
+    them.
+    """
     s13, s2 = scales
     if s13 is not None and s2 is not None:
         return assembled([w1, w3], s13, transposed=backward), assembled([w2], s2, transposed=backward)

@@ -36,13 +36,13 @@ class FP8ExpertWeight(WrappedWeight):
         return type(self)(data, replace(self._context, temporary=False))
 
     def partial(self, data: Tensor) -> Self:
-        """Not cached. Nobody counts the versions of a view; and a cache would outlive the reshard of what FSDP2 gathers."""
+        """Not cached: nobody counts a view's versions, and a cache would outlive what FSDP2 gathers."""
         return type(self)(data, replace(self._context, temporary=True))
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor], Tensor | None]:
-        """What FSDP2 gathers: the shard in FP8 and, as metadata, the scales of all experts; or the shard in high precision."""
+        """What FSDP2 gathers: the shard in FP8, with the scales of all experts as metadata, or in high precision."""
         payload = payload_of(self, module) if self._context.fp8_all_gather else None
         if payload is None:
             return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)

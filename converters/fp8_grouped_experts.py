@@ -30,8 +30,8 @@ from converters.expert_mlp import expert_mlp
 from converters.expert_weight import FP8ExpertWeight
 from converters.gathered_weight import quantize_shards
 from converters.selection import ConversionReport, ConvertedWeight, check_alignment, select, stacked_weights
-from parallel.expert_parallel import dispatches_itself, let_experts_dispatch, plan
 from parallel.checkpoint import wrap_parameters
+from parallel.expert_parallel import dispatches_itself, let_experts_dispatch, plan
 
 NAME = "fp8.grouped_experts"
 DEFAULT_FILTER = inspect.signature(quantize_).parameters["filter_fn"].default  # nn.Linear, also for filter_fn=None
@@ -45,9 +45,9 @@ def _local(w: Tensor) -> Tensor:
 def fp8_experts_forward(self: GroupedExperts, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
     """Stands in for `GroupedExperts.forward`.
 
-    x [M, D] is grouped by expert, num_tokens_per_expert counts the rows of each. Under expert parallelism either torchtitan
-    has dispatched them before (local experts, groups padded with zero rows, which change no scale and no gradient), or
-    they are dispatched here, in FP8.
+    x [M, D] is grouped by expert, num_tokens_per_expert counts the rows of each. Under expert parallelism either
+    torchtitan has dispatched them before (local experts, groups padded with zero rows, which change no scale and no
+    gradient), or they are dispatched here, in FP8.
     """
     w1, w2, w3 = _local(self.w1), _local(self.w2), _local(self.w3)
     if dispatches_itself(self) and self.ep_group is not None:
@@ -86,7 +86,8 @@ def convert_module(module: nn.Module, numerics: Numerics, ep_dispatch: bool = Fa
     if (before := _numerics_of(module)) is not None:
         if before != numerics:
             raise ValueError(
-                f"{type(module).__name__} is in FP8 already ({before}) and cannot be converted again ({numerics}): convert a model once."
+                f"{type(module).__name__} is in FP8 already ({before}) and cannot be converted again ({numerics}): "
+                "convert a model once."
             )
         logger.info("%s is in FP8 already (%s): left as it is.", type(module).__name__, before)
         return
@@ -113,15 +114,19 @@ def convert(model: nn.Module, config: FP8GroupedExpertsConfig) -> ConversionRepo
         convert_module(module, numerics, ep_dispatch)
         for name in stacked_weights(module):
             w = getattr(module, name)
-            note = "" if _takes_our_forward(module) else f"{type(module).__name__}.forward as it is, its products in FP8"
-            converted.append(ConvertedWeight(f"{fqn}.{name}", tuple(w.shape), str(w.dtype).removeprefix("torch."), note))
+            note = (
+                "" if _takes_our_forward(module) else f"{type(module).__name__}.forward as it is, its products in FP8"
+            )
+            converted.append(
+                ConvertedWeight(f"{fqn}.{name}", tuple(w.shape), str(w.dtype).removeprefix("torch."), note)
+            )
     report = ConversionReport(NAME, config.recipe, numerics.backend, tuple(converted), tuple(skipped))
     model.conversion_reports = [*getattr(model, "conversion_reports", []), report]
     return report
 
 
 class FP8GroupedExpertsConverter:
-    """Routed experts in FP8: one autograd function for the SwiGLU MLP, grouped GEMMs, scales by `[fp8.grouped_experts]`."""
+    """Routed experts in FP8: one op for the SwiGLU MLP, grouped GEMMs, scales by `[fp8.grouped_experts]`."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         if problem := self.unavailable_reason():

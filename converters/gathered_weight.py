@@ -1,9 +1,9 @@
-"""FP8ShardedWeight's other end: the FP8 payload that FSDP2 gathers, and the weight that comes out of it.
+"""What does FSDP2 gather of an FP8 expert weight, and what comes out?
 
-A shard is quantized before the gather with the scale of the whole weight, one power of two an expert, so the gathered bytes
-are exactly what quantizing the gathered weight would have given, at half of BF16's traffic and once per optimizer step.
-The unsharded weight stays FP8 and says it has the dtype that its gradient shall have; expert_mlp takes its payload and
-scale as they are.
+A shard is quantized before the gather with the scale of the whole weight, one power of two an expert, so the gathered
+bytes are exactly what quantizing the gathered weight would have given, at half of BF16's traffic and once per
+optimizer step. The unsharded weight stays FP8 and says it has the dtype that its gradient shall have; expert_mlp takes
+its payload and scale as they are.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,9 @@ SHARED_SCALES = (("w1", "w3"), ("w2",))  # w1 and w3 are one GEMM, and one contr
 
 @dataclass(frozen=True)
 class Payload:
-    """A quantized shard. q: E4M3, the shard's shape; scale: float32 [E] of the whole weight; version: of what it was made from."""
+    """A quantized shard. q: E4M3, the shard's shape; scale: float32 [E] of the whole weight; version: of what it was
+    made from.
+    """
 
     version: int
     q: Tensor
@@ -37,9 +39,14 @@ class FP8GatheredWeight(WrappedWeight):
     _scale: Tensor
 
     @staticmethod
-    def __new__(cls, data: Tensor, scale: Tensor, dtype: torch.dtype, context: Numerics) -> Self:
+    def __new__(cls: type[Self], data: Tensor, scale: Tensor, dtype: torch.dtype, context: Numerics) -> Self:
         return Tensor._make_wrapper_subclass(
-            cls, data.size(), strides=data.stride(), storage_offset=data.storage_offset(), dtype=dtype, device=data.device
+            cls,
+            data.size(),
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=dtype,
+            device=data.device,
         )
 
     def __init__(self, data: Tensor, scale: Tensor, dtype: torch.dtype, context: Numerics) -> None:
@@ -93,7 +100,9 @@ def slices_of(param: DTensor, fsdp: DeviceMesh) -> int:
 
 
 def quantize_shards(modules: list[nn.Module]) -> None:
-    """Quantizes the FSDP2 shards of these experts modules, all scales from one all-reduce. Collective over their ranks."""
+    """Quantizes the FSDP2 shards of these experts modules, all scales from one all-reduce. Collective over their
+    ranks.
+    """
     groups = [shards for m in modules for names in SHARED_SCALES if (shards := _shards(m, names))]
     for shards, amax in zip(groups, amax_of_slices(groups), strict=True):
         scale = pow2_scale(amax)
@@ -106,8 +115,8 @@ def quantize_shards(modules: list[nn.Module]) -> None:
 def payload_of(local: WrappedWeight, module: nn.Module) -> Payload | None:
     """The payload of a shard, fresh: made now, with its module's other weights, if the weights have changed since.
 
-    Every rank decides alike, since optimizers, loads and inits touch the shards of all ranks. None if `local` is not the
-    module's own parameter, as with CPU offload, where FSDP2 gathers a copy.
+    Every rank decides alike, since optimizers, loads and inits touch the shards of all ranks. None if `local` is not
+    the module's own parameter, as with CPU offload, where FSDP2 gathers a copy.
     """
     current = [p._local_tensor for p in module._parameters.values() if isinstance(p, DTensor)]
     if not any(t is local for t in current):

@@ -20,9 +20,7 @@ from converters.weight_cache import quantized
 
 
 @torch.library.custom_op("titan_moe_fp8::grouped_mm", mutates_args=())
-def _forward(
-    x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """-> y [M, N], and for backward x8 [M, K], sx [M]."""
     n = Numerics.parse(numerics)
     backend = get_backend(n.backend)
@@ -35,7 +33,11 @@ def _forward(
 @_forward.register_fake
 def _(x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     M = x.shape[0]
-    return x.new_empty((M, w.shape[2]), dtype=dtype), x.new_empty(x.shape, dtype=FP8), x.new_empty(M, dtype=torch.float32)
+    return (
+        x.new_empty((M, w.shape[2]), dtype=dtype),
+        x.new_empty(x.shape, dtype=FP8),
+        x.new_empty(M, dtype=torch.float32),
+    )
 
 
 @torch.library.custom_op("titan_moe_fp8::grouped_mm_backward", mutates_args=())

@@ -2,7 +2,8 @@
 
                  x, dY            weights                           weight gradient
     tokenwise    one a token      one an expert                     re-scaled from the row-scaled FP8 x and dY
-    rowwise      one a token      one a row of each contraction     quantized from high precision, one an expert and column
+    rowwise      one a token      one a row of each contraction     quantized from high precision, one an expert and
+    column
 
 With powers of two, re-scaling is exact but for new subnormals, so tokenwise needs no second copy of an activation.
 """
@@ -16,7 +17,9 @@ from converters.backends import get_backend
 from converters.config import Numerics
 from parallel.wrapped_weight import WrappedWeight
 
-Rows = tuple[Tensor, Tensor, Tensor | None]  # q [M, D], scale [M], and the high-precision tensor [M, D] where it is needed
+Rows = tuple[
+    Tensor, Tensor, Tensor | None
+]  # q [M, D], scale [M], and the high-precision tensor [M, D] where it is needed
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

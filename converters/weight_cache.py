@@ -1,13 +1,13 @@
 """Quantized weights, made once per optimizer step and reused: by every micro-batch, by backward, by recomputation.
 
-An entry belongs to the storage and place of the weights it was made from and holds their version counters: whatever writes
-into a weight (optimizer, checkpoint load, init) ends it. Payload and scale are one object, so a fresh scale can never meet
-an old payload: the bug that turned weights to zero elsewhere (TransformerEngine#1047). An old entry is not dead, though:
-its amax is a good guess for the next one, which the hopper backend checks on the device.
+An entry belongs to the storage and place of the weights it was made from and holds their version counters: whatever
+writes into a weight (optimizer, checkpoint load, init) ends it. Payload and scale are one object, so a fresh scale can
+never meet an old payload: the bug that turned weights to zero elsewhere (TransformerEngine#1047). An old entry is not
+dead, though: its amax is a good guess for the next one, which the hopper backend checks on the device.
 
 The one mutable state at module level in this project: custom ops receive plain tensors, so what they share must be
-reachable from here. Views of a weight, and weights that live only from an all-gather to the next reshard, are not cached
-(expert_weight.py).
+reachable from here. Views of a weight, and weights that live only from an all-gather to the next reshard, are not
+cached (expert_weight.py).
 """
 
 import threading
@@ -36,8 +36,12 @@ _lock = threading.Lock()  # autograd runs a device's backward on a thread of its
 
 
 def quantize(weights: list[Tensor], numerics: Numerics, previous: QuantizedWeight | None = None) -> QuantizedWeight:
-    """weights [E, N_i, K], joined along N, quantized now. `previous`: what the same weights were quantized to before."""
-    return get_backend(numerics.backend).quantize_weight(weights, per_row=numerics.recipe == "rowwise", previous=previous)
+    """weights [E, N_i, K], joined along N, quantized now. `previous`: what the same weights were quantized to
+    before.
+    """
+    return get_backend(numerics.backend).quantize_weight(
+        weights, per_row=numerics.recipe == "rowwise", previous=previous
+    )
 
 
 def quantized(weights: list[Tensor], numerics: Numerics, transposed: bool = False) -> QuantizedWeight:

@@ -1,7 +1,7 @@
 """What does torchtitan lack on a machine without a GPU?
 
-torchtitan 0.2.2 assumes an accelerator. `prepare_device()` fills the gaps, all of them here, and does nothing where torch
-finds one. It must run before the rest of torchtitan is imported, since that copies `device_type` by value.
+torchtitan 0.2.2 assumes an accelerator. `prepare_device()` fills the gaps, all of them here, and does nothing where
+torch finds one. It must run before the rest of torchtitan is imported, since that copies `device_type` by value.
 
 | gap on a CPU (torchtitan 0.2.2, torch 2.13)                     | filled with                                      |
 |-----------------------------------------------------------------|--------------------------------------------------|

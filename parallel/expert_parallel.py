@@ -2,9 +2,9 @@
 
     M rows here, by expert  --to_experts-->  R rows there, by local expert  --MLP-->  R rows  --from_experts-->  M rows
 
-`to_experts` sends several tensors of one row each (FP8 values and their scales) as bytes in one all-to-all, and sorts what
-arrives from rank-major to expert-major order. `from_experts` is the way back. Neither is differentiable: the caller's
-autograd function sends gradients along the same `Dispatch`, which is a value and lives nowhere else.
+`to_experts` sends several tensors of one row each (FP8 values and their scales) as bytes in one all-to-all, and sorts
+what arrives from rank-major to expert-major order. `from_experts` is the way back. Neither is differentiable: the
+caller's autograd function sends gradients along the same `Dispatch`, which is a value and lives nowhere else.
 
 Groups are not padded: R is the number of rows that arrive, 0 included.
 """
@@ -98,9 +98,9 @@ def dispatches_itself(module: nn.Module) -> bool:
 def let_experts_dispatch() -> None:
     """Teaches torchtitan's ExpertParallel to leave modules alone that dispatch in their own forward. Idempotent.
 
-    torchtitan's models build that style themselves inside their parallelize functions, ExpertTensorParallel and DualPipe's
-    wrapper call it, and none takes another. So the one class learns one more case, for every model that uses it; modules
-    without `ep_dispatch` see torchtitan's own code.
+    torchtitan's models build that style themselves inside their parallelize functions, ExpertTensorParallel and
+    DualPipe's wrapper call it, and none takes another. So the one class learns one more case, for every model that
+    uses it; modules without `ep_dispatch` see torchtitan's own code.
     """
     dispatch, combine = ExpertParallel._token_dispatch, ExpertParallel._token_combine
     if hasattr(dispatch, "__wrapped__"):

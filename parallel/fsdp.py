@@ -1,11 +1,12 @@
 """How does a weight cross FSDP2's all-gather in fewer bytes?  One small tensor a shard, and scales as metadata.
 
-    after optimizer.step   local maxima of all weights  --one all-reduce MAX a group of ranks-->  maxima a slice, everywhere
-    pre_all_gather         shard, maxima -> payload (half of BF16), the same scales on every rank
+    after optimizer.step   local maxima of all weights  --one all-reduce MAX a group of ranks-->  maxima a slice,
+    everywhere pre_all_gather         shard, maxima -> payload (half of BF16), the same scales on every rank
     post_all_gather        payload and scales -> the unsharded weight, which stays small
 
-A slice is one index of dim 0 (an expert). A shard holds whole slices (Shard(0)) or a piece of each (Shard(1)); a maximum
-over the ranks is right for both. What a payload is, the weight's own class decides (converters/gathered_weight.py).
+A slice is one index of dim 0 (an expert). A shard holds whole slices (Shard(0)) or a piece of each (Shard(1)); a
+maximum over the ranks is right for both. What a payload is, the weight's own class decides
+(converters/gathered_weight.py).
 """
 
 from collections import defaultdict
@@ -39,7 +40,9 @@ class ShardOf:
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """The tensor dim that a placement cuts, None if it cuts none. FSDP2's _StridedShard is no Shard, and both have `dim`."""
+    """The tensor dim that a placement cuts, None if it cuts none. FSDP2's _StridedShard is no Shard, and both have
+    `dim`.
+    """
     return getattr(placement, "dim", None)
 
 
@@ -56,8 +59,8 @@ def fsdp_mesh(param: DTensor) -> DeviceMesh | None:
 
 @torch.no_grad()
 def amax_of_slices(groups: Iterable[list[ShardOf]]) -> list[Tensor]:
-    """For each group of weights that share their scales, float32 [slices]: the largest |value| of each slice over all its
-    weights and all ranks. One all-reduce a mesh, whatever the number of weights.
+    """For each group of weights that share their scales, float32 [slices]: the largest |value| of each slice over all
+    its weights and all ranks. One all-reduce a mesh, whatever the number of weights.
     """
     groups = list(groups)
     by_ranks: dict[dist.ProcessGroup, list[int]] = defaultdict(list)

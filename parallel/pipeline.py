@@ -1,9 +1,10 @@
 """Why is a gradient hundreds of times larger under pipeline parallelism, and what puts it right?
 
-torchtitan 0.2.2 sums the loss over tokens. Without a pipeline its trainer divides the sum by the number of tokens before
-`backward`; a pipeline schedule calls `backward` itself, on the sum, and only the reported loss is divided. Every gradient
-is then larger by the number of tokens of a step: the debug model with 2 x 64 tokens reports a grad norm of 325 instead of
-2.5. AdamW hides it, clipping does not (it always clips then), and neither does an epsilon or an auxiliary loss.
+torchtitan 0.2.2 sums the loss over tokens. Without a pipeline its trainer divides the sum by the number of tokens
+before `backward`; a pipeline schedule calls `backward` itself, on the sum, and only the reported loss is divided.
+Every gradient is then larger by the number of tokens of a step: the debug model with 2 x 64 tokens reports a grad norm
+of 325 instead of 2.5. AdamW hides it, clipping does not (it always clips then), and neither does an epsilon or an
+auxiliary loss.
 
 Here the loss keeps its value and its gradient is divided where the schedule starts it.
 """
@@ -37,7 +38,9 @@ def tokens_per_step(job_config: JobConfig, parallel_dims: ParallelDims) -> int:
     return batch * training.seq_len
 
 
-def build_loss(job_config: JobConfig, parallel_dims: ParallelDims, **kwargs: object) -> Callable[[Tensor, Tensor], Tensor]:
+def build_loss(
+    job_config: JobConfig, parallel_dims: ParallelDims, **kwargs: object
+) -> Callable[[Tensor, Tensor], Tensor]:
     """`build_loss_fn` of a train spec: torchtitan's cross entropy, its gradient per token under a pipeline too."""
     loss = build_cross_entropy_loss(job_config)
     if not parallel_dims.pp_enabled:

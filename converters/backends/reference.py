@@ -1,7 +1,8 @@
 """FP8 experts in plain torch: any device, any group sizes; the oracle that every kernel is compared with.
 
 Real E4M3 casts, float32 accumulation, one GEMM a group. Each function here has a twin of the same name in hopper.py.
-What loops over groups reads their sizes on the host, so it is a custom op: torch.compile sees one node with a known shape.
+What loops over groups reads their sizes on the host, so it is a custom op: torch.compile sees one node with a known
+shape.
 
 Scales. `x = q * scale`, scale a power of two: 2**ceil(log2(amax / 448)). Multiplying by one is exact, so an FP8 tensor
 re-scaled to another row or column scale loses nothing but what becomes subnormal.
@@ -15,7 +16,9 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-AMAX_FLOOR = 1e-30  # an all-zero row gets a finite scale; a higher floor (1e-12, 1e-4 elsewhere) flushes small gradients
+AMAX_FLOOR = (
+    1e-30  # an all-zero row gets a finite scale; a higher floor (1e-12, 1e-4 elsewhere) flushes small gradients
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,8 @@ class WgradOperand:
 class QuantizedWeight:
     """A weight for both directions; payload and scale never live apart.
 
-    q [E, N, K] with scale [E] or [E, N] serves the forward, q_t [E, K, N] with scale_t [E] or [E, K] the input gradient.
+    q [E, N, K] with scale [E] or [E, N] serves the forward, q_t [E, K, N] with scale_t [E] or [E, K] the input
+    gradient.
     """
 
     q: Tensor
@@ -59,7 +63,9 @@ def pow2_scale(amax: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale as E4M3, saturating at 448; nan stays nan. Bytes equal on every torch: the clamp comes before the cast."""
+    """x / scale as E4M3, saturating at 448; nan stays nan. Bytes equal on every torch: the clamp comes before the
+    cast.
+    """
     return (x.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
@@ -151,12 +157,18 @@ def quantize_weight(
 
 
 def gemm_rows(
-    q: Tensor, scale: Tensor, w_q: Tensor, w_scale: Tensor, groups: Groups, out_dtype: torch.dtype, accumulate: str = "fast"
+    q: Tensor,
+    scale: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    accumulate: str = "fast",
 ) -> Tensor:
     """y[m] = (q[m] * scale[m]) @ (w_q[e] * w_scale[e])^T for the rows m of expert e.
 
-    q [M, K], scale [M], w_q [E, N, K], w_scale [E] or [E, N] -> [M, N]; rows of no group are zero. Always accumulates in
-    float32, so `accumulate` changes nothing here.
+    q [M, K], scale [M], w_q [E, N, K], w_scale [E] or [E, N] -> [M, N]; rows of no group are zero. Always accumulates
+    in float32, so `accumulate` changes nothing here.
     """
     return _rows_times_weights(q, scale, w_q, w_scale.view(w_q.shape[0], -1), groups.offs, out_dtype)
 
@@ -181,7 +193,9 @@ def _(q: Tensor, scale: Tensor, w_q: Tensor, w_scale: Tensor, offs: Tensor, out_
 def gemm_wgrad(
     a: WgradOperand, b: WgradOperand, groups: Groups, out_dtype: torch.dtype, accumulate: str = "fast"
 ) -> Tensor:
-    """dw[e] = a_e^T @ b_e over the rows of expert e: a of [M, N], b of [M, K] -> [E, N, K]; an empty expert gets zeros."""
+    """dw[e] = a_e^T @ b_e over the rows of expert e: a of [M, N], b of [M, K] -> [E, N, K]; an empty expert gets
+    zeros.
+    """
     dw = _rows_contracted(a.q, b.q, groups.offs, torch.float32)
     return (dw * a.scale[:, :, None] * b.scale[:, None, :]).to(out_dtype)
 
