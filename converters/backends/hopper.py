@@ -65,17 +65,20 @@ def wgrad_operand_hp(x: Tensor, groups: Groups) -> WgradOperand:
     return WgradOperand(**dict(zip(("q", "scale"), cols.quantize_columns(x, None, groups.spans), strict=True)))
 
 
-def quantize_weight(ws: Sequence[Tensor], per_row: bool = False, carried: Tensor | None = None) -> QuantizedWeight:
+def quantize_weight(
+    ws: Sequence[Tensor], per_row: bool = False, previous: QuantizedWeight | None = None
+) -> QuantizedWeight:
     """ws [E, N_i, K], joined along N, with one scale an expert.
 
     A transposed view [E, N, K] of a contiguous [E, K, N] is read as it lies: q and q_t change places.
-    carried: the scale of the last quantization of these weights; the result is the same, a pass over them is saved.
+    previous: what these weights were quantized to before; the result is the same, a pass over them is saved.
 
     Raises:
         ValueError: per_row, which has no kernel.
     """
     if per_row:
         raise ValueError("per_row = True (recipe 'rowwise') has no hopper kernel: use backend = 'reference'.")
+    carried = None if previous is None else previous.scale
     lies_transposed = len(ws) == 1 and not ws[0].is_contiguous() and ws[0].transpose(1, 2).is_contiguous()
     if lies_transposed:
         q_t, q, scale = weights.quantize_weight([ws[0].transpose(1, 2)], carried)
