@@ -48,5 +48,5 @@ class Llama4Args(TransformerModelArgs):
         if cp > 1 or self.max_seq_len % chunk:
             raise ValueError(
                 f"training.seq_len = {self.max_seq_len} is longer than attention_chunk_size = {chunk}: it must be a "
-                f"multiple of it, and parallelism.context_parallel_degree = {cp} must be 1 (ring attention has no chunks)."
+                f"multiple of it, and parallelism.context_parallel_degree = {cp} must be 1 (rings have no chunks)."
             )

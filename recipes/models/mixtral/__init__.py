@@ -13,15 +13,15 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama4.infra.parallelize import parallelize_llama
 from torchtitan.protocols.train_spec import TrainSpec
 
-from parallel.pipeline import build_loss
+from parallel.pipeline import build_loss, tokens_per_step
 from recipes.datasets import build_dataloader
+from recipes.final_evaluation import build_validator
 from recipes.models.mixtral.adapter import MixtralAdapter
 from recipes.models.mixtral.args import MixtralModelArgs, mixtral_moe
 from recipes.models.mixtral.balance import balanced_moes
 from recipes.models.mixtral.model import Mixtral
 from recipes.models.tokenizer import checked_tokenizer
 from recipes.reporting import build_metrics_processor
-from recipes.validation import build_validator
 
 _DEBUG = MixtralModelArgs(
     dim=256,
@@ -53,14 +53,6 @@ FLAVORS: Mapping[str, MixtralModelArgs] = {
     # The instruct model has 768 tokens more.
     "8x22b_instruct": replace(_8X22B, vocab_size=32768),
 }
-
-
-def tokens_per_step(job_config: JobConfig, parallel_dims: ParallelDims) -> int:
-    """Tokens of one optimizer step over all ranks and micro-batches."""
-    training = job_config.training
-    per_micro_batch = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
-    sequences = training.global_batch_size if training.global_batch_size > 0 else per_micro_batch
-    return sequences * training.seq_len
 
 
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:

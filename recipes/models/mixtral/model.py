@@ -89,12 +89,16 @@ class MixtralBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rope_cache: Tensor,
+        freqs_cis: Tensor,
         attention_masks: AttentionMasksType | None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """x [B, S, D] -> [B, S, D]; rope_cache [max_seq_len, 2 * head_dim]; positions [1 or B, S] or None."""
-        x = x + self.attention(self.attention_norm(x), rope_cache, attention_masks, positions)
+        """x [B, S, D] -> [B, S, D].
+
+        freqs_cis [max_seq_len, 2 * head_dim]: cos and sin, under the name torchtitan's validator knows; positions
+        [1 or B, S], None: 0 to S - 1.
+        """
+        x = x + self.attention(self.attention_norm(x), freqs_cis, attention_masks, positions)
         return x + self.moe(self.ffn_norm(x))
 
     def init_weights(self, buffer_device: torch.device) -> None:
@@ -114,7 +118,7 @@ class Mixtral(ModelProtocol):
         self.vocab_size = model_args.vocab_size
         self.n_layers = model_args.n_layers
         self.tok_embeddings = nn.Embedding(model_args.vocab_size, model_args.dim)
-        self.register_buffer("rope_cache", self._rope_cache(), persistent=False)
+        self.register_buffer("freqs_cis", self._rope_cache(), persistent=False)
         self.layers = nn.ModuleDict({str(i): MixtralBlock(i, model_args) for i in range(model_args.n_layers)})
         self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.output = nn.Linear(model_args.dim, model_args.vocab_size, bias=False)
@@ -125,9 +129,9 @@ class Mixtral(ModelProtocol):
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """Initializes in place, as torchtitan initializes Llama4 and Qwen3."""
-        buffer_device = buffer_device or self.rope_cache.device
+        buffer_device = buffer_device or self.freqs_cis.device
         with torch.device(buffer_device):
-            self.rope_cache = self._rope_cache()
+            self.freqs_cis = self._rope_cache()
         if self.tok_embeddings is not None:
             nn.init.normal_(self.tok_embeddings.weight)
         for layer in self.layers.values():
@@ -157,6 +161,6 @@ class Mixtral(ModelProtocol):
         """Token ids [B, S] (or hidden states [B, S, D] of the stage before) -> logits [B, S, V] (or hidden states)."""
         h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
-            h = layer(h, self.rope_cache, attention_masks, positions)
+            h = layer(h, self.freqs_cis, attention_masks, positions)
         h = self.norm(h) if self.norm is not None else h
         return self.output(h) if self.output is not None else h
