@@ -14,8 +14,10 @@ Backend = Literal["auto", "reference", "hopper"]
 Wgrad = Literal["fp8", "fp8_columns", "bf16"]
 Accumulate = Literal["fast", "precise"]
 Toggle = Literal["auto", "on", "off"]
+Experts = Literal["grouped", "sequential"]
 
 CHOICES = {
+    "experts": Experts,
     "recipe": Recipe,
     "backend": Backend,
     "wgrad": Wgrad,
@@ -87,6 +89,12 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
     """
     Which experts: patterns of whole path components with shell wildcards, e.g. `layers.3.moe.experts`, `layers.[0-3]`,
     `experts`. Empty: all routed experts. A pattern that matches nothing is an error.
+    """
+
+    experts: Experts = "grouped"
+    """
+    grouped: all experts of a layer in one GEMM. sequential: a loop with FP8 matmuls of one expert each, for comparisons
+    (its BF16 twin is the converter `experts.sequential`).
     """
 
     backend: Backend = "auto"

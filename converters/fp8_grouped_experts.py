@@ -30,6 +30,7 @@ from converters.expert_mlp import expert_mlp
 from converters.expert_weight import FP8ExpertWeight
 from converters.gathered_weight import quantize_shards
 from converters.selection import ConversionReport, ConvertedWeight, check_alignment, select, stacked_weights
+from converters.sequential_experts import run_sequentially
 from parallel.checkpoint import wrap_parameters
 from parallel.expert_parallel import dispatches_itself, let_experts_dispatch, plan
 
@@ -111,6 +112,8 @@ def convert(model: nn.Module, config: FP8GroupedExpertsConfig) -> ConversionRepo
         let_experts_dispatch()
     converted = []
     for fqn, module in chosen.items():
+        if config.experts == "sequential" and isinstance(module, GroupedExperts):
+            run_sequentially(module)
         convert_module(module, numerics, ep_dispatch)
         for name in stacked_weights(module):
             w = getattr(module, name)

@@ -4,13 +4,18 @@ Named by `experimental.custom_import`, so that stock `python -m torchtitan.train
 datasets. torchtitan keeps all three in dicts of its own modules; this is the one place that fills them.
 """
 
+import torch
+from torchtitan.models.llama4.infra import parallelize
 from torchtitan.protocols import train_spec as train_specs
 
+import converters.expert_weight  # noqa: F401  (defines the ops)
 from converters.registry import install
 from recipes.datasets import register_datasets
 from recipes.job_config import DataConfig
 from recipes.models import llama4, mixtral
 
+# What selective recomputation keeps, beside torchtitan's own list: the FP8 experts, as it keeps every other matmul.
+SAVED_OPS = {torch.ops.titan_moe_fp8.expert_mlp.default, torch.ops.titan_moe_fp8.grouped_mm.default}
 SPECS = {"llama4": llama4.train_spec, "mixtral": mixtral.train_spec}
 
 
@@ -21,6 +26,7 @@ def register() -> None:
         if name not in train_specs._extra_train_specs:
             train_specs.register_train_spec(name, make())
     register_datasets(DataConfig())
+    parallelize._op_sac_save_list.update(SAVED_OPS)
 
 
 register()

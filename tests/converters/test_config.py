@@ -135,6 +135,7 @@ def test_every_option_can_be_set_in_both_ways(tmp_path: Path) -> None:
     values = {
         "recipe": "rowwise",
         "fqns": ["experts"],
+        "experts": "sequential",
         "backend": "reference",
         "skip_first_layers": 1,
         "skip_last_layers": 2,
