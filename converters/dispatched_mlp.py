@@ -46,7 +46,7 @@ class _DispatchedMLP(torch.autograd.Function):
         weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=True)
         dtypes = y13.dtype, w1.dtype
         dx, dw13, dw2 = backward_rows((g8, sg, None), (x8, sx, None), (h8, sh), y13, weights, groups, dtypes, n)
-        dw1, dw3 = dw13.chunk(2, dim=1)
+        dw1, dw3 = dw13.unbind(0)
         return from_experts(dx, dispatch).to(ctx.x_dtype), dw1, dw2, dw3, None, None, None
 
 

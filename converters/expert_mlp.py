@@ -51,7 +51,7 @@ def backward_rows(
     dtypes: Dtypes,
     n: Numerics,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward from the quantized gradient on: -> dx [M, D], dw13 [E, 2H, D], dw2 [E, D, H].
+    """The backward from the quantized gradient on: -> dx [M, D], dw13 [2, E, H, D], dw2 [E, D, H].
 
     g and x may carry their high-precision tensors, h is (h8, sh); dtypes: of dx and of the weight gradients.
     """
@@ -61,7 +61,7 @@ def backward_rows(
     dy8, sdy = backend.dswiglu_rows(dh, y13)
     dy = dswiglu(dh, y13).to(y13.dtype) if hp else None
     dx = backend.gemm_rows(dy8, sdy, w13.q_t, w13.scale_t, groups, dtypes[0], n.accumulate)
-    return dx, wgrad((dy8, sdy, dy), x, groups, dtypes[1], n), dw2
+    return dx, wgrad((dy8, sdy, dy), x, groups, dtypes[1], n, parts=2), dw2
 
 
 def quantized_weights(w1: Tensor, w2: Tensor, w3: Tensor, scales: Scales, n: Numerics, backward: bool) -> Quantized:
@@ -140,7 +140,7 @@ def _backward(
     x_dtype: torch.dtype,
     w_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dx [M, D], dw13 [E, 2H, D], dw2 [E, D, H]. x is given where the weight gradient needs it."""
+    """-> dx [M, D], dw13 [2, E, H, D], dw2 [E, D, H]. x is given where the weight gradient needs it."""
     n = Numerics.parse(numerics)
     backend = get_backend(n.backend)
     groups = backend.groups(offs, g.shape[0])
@@ -169,7 +169,7 @@ def _(
     w_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     E, H, D = w1.shape
-    dw13, dw2 = g.new_empty((E, 2 * H, D), dtype=w_dtype), g.new_empty((E, D, H), dtype=w_dtype)
+    dw13, dw2 = g.new_empty((2, E, H, D), dtype=w_dtype), g.new_empty((E, D, H), dtype=w_dtype)
     return g.new_empty(x8.shape, dtype=x_dtype), dw13, dw2
 
 
@@ -185,7 +185,7 @@ def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None
     if g is None:
         return (None,) * 9
     dx, dw13, dw2 = _backward(g.contiguous(), *ctx.saved_tensors, ctx.numerics, *ctx.dtypes)
-    dw1, dw3 = dw13.chunk(2, dim=1)
+    dw1, dw3 = dw13.unbind(0)
     return dx, dw1, dw2, dw3, None, None, None, None, None
 
 

@@ -39,9 +39,7 @@ class SequentialExpertsConverter:
         """
         experts = [m for m in model.modules() if isinstance(m, GroupedExperts)]
         if not experts:
-            raise ValueError(
-                "experts.sequential finds no GroupedExperts in this model: remove it from model.converters."
-            )
+            raise ValueError("experts.sequential finds no GroupedExperts here: remove it from model.converters.")
         for module in experts:
             run_sequentially(module)
         logger.info("experts.sequential: %d expert modules run one expert at a time.", len(experts))

@@ -191,13 +191,20 @@ def _(q: Tensor, scale: Tensor, w_q: Tensor, w_scale: Tensor, offs: Tensor, out_
 
 
 def gemm_wgrad(
-    a: WgradOperand, b: WgradOperand, groups: Groups, out_dtype: torch.dtype, accumulate: str = "fast"
+    a: WgradOperand,
+    b: WgradOperand,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    accumulate: str = "fast",
+    parts: int = 1,
 ) -> Tensor:
-    """dw[e] = a_e^T @ b_e over the rows of expert e: a of [M, N], b of [M, K] -> [E, N, K]; an empty expert gets
-    zeros.
+    """dw[e] = a_e^T @ b_e over the rows of expert e: a of [M, N], b of [M, K] -> [E, N, K], or [parts, E, N / parts, K].
+
+    An empty expert gets zeros.
     """
     dw = _rows_contracted(a.q, b.q, groups.offs, torch.float32)
-    return (dw * a.scale[:, :, None] * b.scale[:, None, :]).to(out_dtype)
+    dw = (dw * a.scale[:, :, None] * b.scale[:, None, :]).to(out_dtype)
+    return dw if parts == 1 else torch.stack(dw.chunk(parts, dim=1))
 
 
 def gemm_wgrad_hp(a: Tensor, b: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tensor:
