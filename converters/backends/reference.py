@@ -198,7 +198,7 @@ def gemm_wgrad(
     accumulate: str = "fast",
     parts: int = 1,
 ) -> Tensor:
-    """dw[e] = a_e^T @ b_e over the rows of expert e: a of [M, N], b of [M, K] -> [E, N, K], or [parts, E, N / parts, K].
+    """dw[e] = a_e^T @ b_e over the rows of expert e: a of [M, N], b of [M, K] -> [E, N, K] ([parts, E, N / parts, K]).
 
     An empty expert gets zeros.
     """
