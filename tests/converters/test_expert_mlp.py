@@ -100,7 +100,7 @@ class Exact:
     def wgrad_operand_hp(self, x: Tensor, _: object) -> Tensor:
         return x
 
-    def gemm_wgrad(self, a: Tensor, b: Tensor, groups: object, *_: object, parts: int) -> Tensor:
+    def gemm_wgrad(self, a: Tensor, b: Tensor, groups: object, *_: object, parts: int = 1) -> Tensor:
         dw = torch.stack([a[i:j].t() @ b[i:j] for i, j in reference._spans(groups.offs)])
         return dw if parts == 1 else torch.stack(dw.chunk(parts, dim=1))
 
