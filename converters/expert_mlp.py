@@ -22,7 +22,7 @@ from converters.backends.reference import FP8, QuantizedWeight, dswiglu, swiglu
 from converters.config import Numerics
 from converters.gathered_weight import FP8GatheredWeight
 from converters.scaling import Rows, compute_dtype, op_key, wgrad
-from converters.weight_cache import assembled, quantized
+from converters.weight_cache import quantized
 
 Dtypes = tuple[torch.dtype, torch.dtype]
 Scales = tuple[Tensor | None, Tensor | None]
@@ -70,7 +70,8 @@ def quantized_weights(w1: Tensor, w2: Tensor, w3: Tensor, scales: Scales, n: Num
     """
     s13, s2 = scales
     if s13 is not None and s2 is not None:
-        return assembled([w1, w3], s13, transposed=backward), assembled([w2], s2, transposed=backward)
+        join = get_backend(n.backend).join_weight
+        return join([w1, w3], s13, transposed=backward), join([w2], s2, transposed=backward)
     return quantized([w1, w3], n), quantized([w2], n)
 
 

@@ -13,12 +13,11 @@ cached (expert_weight.py).
 import threading
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from converters.backends import get_backend
-from converters.backends.reference import FP8, QuantizedWeight
+from converters.backends.reference import QuantizedWeight
 from converters.config import Numerics
 
 Key = tuple
@@ -66,18 +65,6 @@ def quantized(weights: list[Tensor], numerics: Numerics, transposed: bool = Fals
             del _entries[dead]
         _entries[key] = _Entry(tuple(StorageWeakRef(w.untyped_storage()) for w in weights), versions, fresh)
         return fresh
-
-
-def assembled(parts: list[Tensor], scale: Tensor, transposed: bool) -> QuantizedWeight:
-    """A weight that is FP8 already: parts E4M3 [E, N_i, K], joined along N, with one scale an expert, [E].
-
-    Only the layout that is asked for is made, q for the forward or q_t for the input gradient; the other one is empty.
-    """
-    q = torch.cat([p.view(torch.uint8) for p in parts], dim=1) if len(parts) > 1 else parts[0].view(torch.uint8)
-    none = q.new_empty(0).view(FP8)
-    if transposed:
-        return QuantizedWeight(q=none, scale=scale, q_t=q.transpose(1, 2).contiguous().view(FP8), scale_t=scale)
-    return QuantizedWeight(q=q.view(FP8), scale=scale, q_t=none, scale_t=scale)
 
 
 def cached_bytes() -> int:

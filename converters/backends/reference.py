@@ -156,6 +156,18 @@ def quantize_weight(
     return QuantizedWeight(q=cast(w, scale.view(shape)), scale=scale, q_t=q_t, scale_t=scale_t)
 
 
+def join_weight(parts: list[Tensor], scale: Tensor, transposed: bool) -> QuantizedWeight:
+    """A weight that is FP8 already: parts E4M3 [E, N_i, K], joined along N, with one scale an expert, [E].
+
+    Only the layout that is asked for is made, q_t for the input gradient or q; the other one is empty.
+    """
+    q = torch.cat([p.view(torch.uint8) for p in parts], dim=1)
+    none = q.new_empty(0).view(FP8)
+    if transposed:
+        return QuantizedWeight(q=none, scale=scale, q_t=q.transpose(1, 2).contiguous().view(FP8), scale_t=scale)
+    return QuantizedWeight(q=q.view(FP8), scale=scale, q_t=none, scale_t=scale)
+
+
 def gemm_rows(
     q: Tensor,
     scale: Tensor,
