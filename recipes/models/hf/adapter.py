@@ -130,7 +130,8 @@ class HFAdapter(BaseStateDictAdapter):
         """A reader of any accepted layout.
 
         Raises:
-            ValueError: a quantized checkpoint is asked for, or config.json in the folder describes another model.
+            ValueError: a quantized checkpoint is asked for, config.json in the folder describes another model, or a
+                tensor of this model is not there.
         """
         if from_quantized:
             raise ValueError(
@@ -138,7 +139,12 @@ class HFAdapter(BaseStateDictAdapter):
                 "BF16 checkpoint."
             )
         self.check_config(Path(path))
-        return RegionReader(path, self.regions)
+        reader = RegionReader(path, self.regions)
+        if missing := [key for rule in self.rules for key in rule.keys if key not in reader.tensors]:
+            raise ValueError(
+                f"{path!r} has no tensor {missing[0]} ({len(missing)} are missing): is it of another model?"
+            )
+        return reader
 
     def check_config(self, folder: Path) -> None:
         """Refuses a folder whose config.json describes another model; one without the file passes."""

@@ -137,5 +137,5 @@ def from_hf(
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)} there and {tuple(weights[name].shape)} here.")
             return tensor.to(dtype or tensor.dtype)
 
-        planned = {n: torch.empty_like(w, dtype=dtype or files[rule_of[n].keys[0]].dtype) for n, w in weights.items()}
+        planned = {n: torch.empty_like(w, dtype=dtype or files.dtype(rule_of[n].keys[0])) for n, w in weights.items()}
         dcp.save(planned, storage_writer=FileSystemWriter(out), planner=_ReadWhenWritten(read), no_dist=True)

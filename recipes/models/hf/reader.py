@@ -82,33 +82,36 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 class RegionReader(HuggingFaceStorageReader):
-    """torch's reader of Hugging Face checkpoints, with `regions` between the stored names and the asked ones."""
+    """torch's reader of Hugging Face checkpoints, with `regions` between the stored names and the asked ones.
+
+    Raises, when it is made: ValueError for a folder that cannot be read. torch would bury the sentence later on.
+    """
 
     def __init__(self, path: str, regions: Regions) -> None:
         super().__init__(path)
-        self._folder = Path(path)
-        self._regions = regions
-
-    def read_metadata(self) -> Metadata:
-        """What the folder offers, under the names that the model asks for."""
-        sizes: dict[str, TensorStorageMetadata] = {}
-        where: dict[MetadataIndex, _Stored] = {}
-        for file in safetensors_files(self._folder):
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        self._where: dict[MetadataIndex, _Stored] = {}
+        for file in safetensors_files(Path(path)):
             with safe_open(file, framework="pt") as f:
                 for key in f.keys():  # noqa: SIM118  (a safe_open is no dict)
                     stored = f.get_slice(key)
-                    dtype = _dtype(stored.get_dtype(), key, file)
-                    for region in self._regions(key, tuple(stored.get_shape())):
-                        shape = torch.Size(region.asked_shape)
-                        origin = torch.Size([0] * len(shape))
-                        sizes[region.name] = TensorStorageMetadata(
-                            properties=TensorProperties(dtype=dtype),
-                            size=shape,
-                            chunks=[ChunkStorageMetadata(offsets=origin, sizes=shape)],
-                        )
-                        where[MetadataIndex(region.name, origin)] = _Stored(file, key, region)
+                    for region in regions(key, tuple(stored.get_shape())):
+                        self._add(_Stored(file, key, region), _dtype(stored.get_dtype(), key))
+
+    def _add(self, stored: _Stored, dtype: torch.dtype) -> None:
+        name, shape = stored.region.name, torch.Size(stored.region.asked_shape)
+        origin = torch.Size([0] * len(shape))
+        self.tensors[name] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtype),
+            size=shape,
+            chunks=[ChunkStorageMetadata(offsets=origin, sizes=shape)],
+        )
+        self._where[MetadataIndex(name, origin)] = stored
+
+    def read_metadata(self) -> Metadata:
+        """What the folder offers, under the names that the model asks for."""
         storage_meta = StorageMeta(load_id=self.load_id)
-        return Metadata(state_dict_metadata=sizes, storage_data=where, storage_meta=storage_meta)
+        return Metadata(state_dict_metadata=self.tensors, storage_data=self._where, storage_meta=storage_meta)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills this rank's tensors."""
@@ -126,11 +129,9 @@ class RegionReader(HuggingFaceStorageReader):
         return done
 
 
-def _dtype(name: str, key: str, file: Path) -> torch.dtype:
+def _dtype(name: str, key: str) -> torch.dtype:
     if name not in DTYPES:
-        raise ValueError(
-            f"{key} in {file} is stored as {name}: quantized checkpoints are not read, take the model's BF16 one."
-        )
+        raise ValueError(f"{key} is stored as {name}: quantized checkpoints are not read, take the model's BF16 one.")
     return DTYPES[name]
 
 
@@ -163,6 +164,11 @@ class SafetensorsFolder:
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor, from the file's header."""
+        f, key, _ = self._stored[name]
+        return _dtype(f.get_slice(key).get_dtype(), key)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         f, key, region = self._stored[name]
