@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from torchtitan.models.llama4 import TransformerModelArgs, get_train_spec
+from torchtitan.models.llama4 import TransformerModelArgs, get_train_spec, llama4_args
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
@@ -29,6 +29,9 @@ FLAVORS: Mapping[str, TransformerModelArgs] = MappingProxyType(
             interleave_moe_layer_step=1,
             moe_args=MoEArgs(num_experts=8),
         ),
+        # Scout's width, to measure a step with: its 48 layers need a cluster.
+        "scout_2layers": dataclasses.replace(llama4_args["17bx16e"], n_layers=2, vocab_size=32768),
+        "scout_3layers": dataclasses.replace(llama4_args["17bx16e"], n_layers=3, vocab_size=32768),
     }
 )
 

@@ -1,0 +1,149 @@
+"""What does FP8 gain in a whole training step?  python -m recipes.bench_e2e --ngpu 2 --out e2e.json
+
+Trains one pair of twin recipes for a few steps in each layout and precision, in turn, and reports tokens/s a GPU (median of
+the steps between compilation and the profiled one), peak memory, and from the profiler's trace of one step where its time
+and its bytes went. Every run is the command a user would type; its own arguments are in the result.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from recipes.run_info import versions
+from recipes.runs import read_run
+from recipes.trace import read_trace
+
+CLEAN_STEPS = range(4, 9)  # after compilation and warm-up, before the profiler warms up for step 12
+STEPS, PROFILED = 12, 12
+LAYOUTS = {
+    "single": [],
+    "fsdp": [],
+    "fsdp_ep": ["--parallelism.expert_parallel_degree={ngpu}"],
+}
+WIRES = "--fp8.grouped_experts.fsdp_fp8_all_gather={0}", "--fp8.grouped_experts.ep_fp8_dispatch={0}"
+PRECISIONS = {
+    "bf16": ("bf16", []),
+    "fp8, wires in bf16": ("fp8", [w.format("off") for w in WIRES]),
+    "fp8": ("fp8", [w.format("on") for w in WIRES]),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run of the comparison."""
+
+    name: str
+    layout: str
+    precision: str
+    command: tuple[str, ...]
+    folder: Path
+
+
+def jobs(recipe: str, layouts: list[str], ngpu: int, folder: Path, extra: list[str]) -> list[Job]:
+    """All runs, layouts outermost. `recipe`: the common stem of two twins, a path without `_bf16.toml`."""
+    out = []
+    for layout in layouts:
+        precisions = {k: v for k, v in PRECISIONS.items() if layout != "single" or k != "fp8, wires in bf16"}
+        for precision, (twin, args) in precisions.items():
+            name = f"{layout} {precision}"
+            home = folder / name.replace(",", "").replace(" ", "_")
+            layout_args = [a.format(ngpu=ngpu) for a in LAYOUTS[layout]]
+            command = (
+                *("torchrun", f"--nproc_per_node={ngpu}", "train.py"),
+                *(f"--job.config_file={recipe}_{twin}.toml", f"--job.dump_folder={home}", f"--training.steps={STEPS}"),
+                *("--profiling.enable_profiling", f"--profiling.profile_freq={PROFILED}", "--metrics.log_freq=1"),
+                *layout_args,
+                *(args if layout != "single" else []),
+                *extra,
+            )
+            out.append(Job(name=name, layout=layout, precision=precision, command=command, folder=home))
+    return out
+
+
+def measure(job: Job, timeout: int) -> dict:
+    """Runs one job and reads what it left. A failed run is reported, not hidden."""
+    result = {"name": job.name, "layout": job.layout, "precision": job.precision, "command": " ".join(job.command)}
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with open(job.folder / "log.txt", "w") as log:
+        try:
+            code = subprocess.run(job.command, stdout=log, stderr=subprocess.STDOUT, timeout=timeout).returncode
+        except subprocess.TimeoutExpired:
+            code = f"no end within {timeout} s"
+    if code:
+        tail = (job.folder / "log.txt").read_text().splitlines()[-25:]
+        return result | {"error": f"exit {code}", "log": tail}
+    run = read_run(job.folder)
+    speed = run.series("throughput(tps)")
+    result |= {
+        "tokens_per_second_per_gpu": round(statistics.median(speed[s] for s in CLEAN_STEPS)),
+        "peak_gib": round(max(run.series("memory/max_active(GiB)").values()), 2),
+        "final_loss": list(run.series("loss_metrics/global_avg_loss").values())[-1],
+        "grad_norm": list(run.series("grad_norm").values())[-1],
+    }
+    trace = job.folder / "profile_traces" / f"iteration_{PROFILED}" / "rank0_trace.json"
+    return result | (read_trace(trace) if trace.exists() else {"trace": "none written"})
+
+
+def environment(ngpu: int) -> dict:
+    """Date, GPU, versions and command of a result file."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {
+        "date": date.today().isoformat(),
+        "gpu": gpu,
+        "ngpu": ngpu,
+        "versions": versions(),
+        "command": "python -m recipes.bench_e2e " + " ".join(sys.argv[1:]),
+    }
+
+
+def show(results: list[dict]) -> None:
+    """The table: each layout's BF16 run is 1.00."""
+    table = Table(title="End to end, tokens/s a GPU", title_justify="left")
+    for column in ("run", "tokens/s", "of BF16", "peak GiB", "all-gather GB", "all-to-all GB", "GEMM ms", "step ms"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    base = {r["layout"]: r.get("tokens_per_second_per_gpu") for r in results if r["precision"] == "bf16"}
+    for r in results:
+        if "error" in r:
+            table.add_row(r["name"], r["error"])
+            continue
+        reference, split = base.get(r["layout"]), r.get("split_ms", {})
+        ratio = f"{r['tokens_per_second_per_gpu'] / reference:.3f}" if reference else ""
+        moved = [f"{r.get(k, 0) / 1e9:.2f}" for k in ("all_gather_bytes", "all_to_all_bytes")]
+        times = [f"{split.get(k, 0):.1f}" for k in ("gemm", "step")]
+        table.add_row(r["name"], f"{r['tokens_per_second_per_gpu']:,}", ratio, f"{r['peak_gib']:.1f}", *moved, *times)
+    Console(width=130).print(table)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="recipes/llama4_scout_3layers", help="common stem of two twins")
+    parser.add_argument("--layouts", default=None, help=f"comma separated, of {', '.join(LAYOUTS)}")
+    parser.add_argument("--ngpu", type=int, default=max(1, torch.cuda.device_count()))
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench_e2e/e2e.json"))
+    parser.add_argument("--timeout", type=int, default=240, help="seconds a run may take")
+    parser.add_argument("extra", nargs="*", help="after --: more arguments for every run")
+    args = parser.parse_args()
+    layouts = args.layouts.split(",") if args.layouts else ["single"] if args.ngpu == 1 else ["fsdp", "fsdp_ep"]
+    if unknown := set(layouts) - set(LAYOUTS):
+        parser.error(f"--layouts {', '.join(sorted(unknown))}: choose of {', '.join(LAYOUTS)}")
+    results = []
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for job in jobs(args.recipe, layouts, args.ngpu, args.out.parent / "runs", args.extra):
+        results.append(measure(job, args.timeout))
+        args.out.write_text(json.dumps({"environment": environment(args.ngpu), "runs": results}, indent=2) + "\n")
+        show(results)
+    sys.exit(any("error" in r for r in results))
+
+
+if __name__ == "__main__":
+    main()

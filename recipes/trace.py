@@ -1,0 +1,66 @@
+"""Where did the time and the bytes of one step go?  Reads a torch.profiler trace (Chrome JSON) of one rank.
+
+Times are of kernels on the GPU and overlap where streams do, so they may add up to more than the step. Bytes are those that
+a collective hands to a rank (all-gather, all-to-all: its output; reduce-scatter: its input), by NCCL's own record.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+ELEMENT_BYTES = {"Byte": 1, "Char": 1, "Float8_e4m3fn": 1, "BFloat16": 2, "Half": 2, "Float": 4, "Int": 4, "Long": 8}
+KINDS = (  # first match wins; kernel names of torch 2.11 to 2.13 on sm90
+    ("communication", ("nccl",)),
+    ("attention", ("flash", "fmha", "attention", "cudnn_generated")),
+    ("gemm", ("gemm", "cutlass", "nvjet", "wgrad_kernel", "rows_kernel_ws", "matmul")),
+    ("optimizer", ("adam", "multi_tensor", "foreach")),
+)
+
+
+def kind_of(kernel: str) -> str:
+    """gemm, attention, communication, optimizer, quantize (ours) or other."""
+    name = kernel.lower()
+    return next((kind for kind, words in KINDS if any(w in name for w in words)), "other")
+
+
+def read_trace(path: Path) -> dict:
+    """-> split_ms {kind: ms, step: ms}, and all_gather_bytes, all_to_all_bytes, reduce_scatter_bytes of the step."""
+    events = json.loads(path.read_text())["traceEvents"]
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    split: dict[str, float] = defaultdict(float)
+    moved: dict[str, int] = defaultdict(int)
+    for e in kernels:
+        split[kind_of(e["name"])] += e["dur"] / 1000
+        args = e.get("args", {})
+        name = str(args.get("Collective name", ""))
+        if name:
+            size = ELEMENT_BYTES.get(str(args.get("dtype")), 0)
+            moved[_collective(name)] += size * int(
+                args.get("Out msg nelems" if "reduce" not in name else "In msg nelems", 0)
+            )
+    if kernels:
+        begin, end = min(e["ts"] for e in kernels), max(e["ts"] + e["dur"] for e in kernels)
+        split["step"] = (end - begin) / 1000
+    return {
+        "split_ms": {k: round(v, 2) for k, v in split.items()},
+        **{f"{k}_bytes": moved.get(k, 0) for k in ("all_gather", "all_to_all", "reduce_scatter")},
+        "kernels": top_kernels(kernels),
+    }
+
+
+def _collective(name: str) -> str:
+    for part, kind in (("allgather", "all_gather"), ("all_to_all", "all_to_all"), ("alltoall", "all_to_all")):
+        if part in name:
+            return kind
+    return "reduce_scatter" if "reduce_scatter" in name or "reducescatter" in name else "other"
+
+
+def top_kernels(kernels: list[dict], count: int = 25) -> list[dict]:
+    """The kernels that took most time: name (cut), ms, calls."""
+    total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for e in kernels:
+        entry = total[e["name"][:90]]
+        entry[0] += e["dur"] / 1000
+        entry[1] += 1
+    ranked = sorted(total.items(), key=lambda item: -item[1][0])[:count]
+    return [{"name": name, "ms": round(ms, 2), "calls": int(calls)} for name, (ms, calls) in ranked]

@@ -1,0 +1,69 @@
+"""bench_e2e: its commands, its reading of a trace, its table; the tool itself on the debug recipe."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.bench_e2e import jobs, show
+from recipes.trace import kind_of, read_trace
+
+
+def test_every_run_is_a_command_and_a_folder_of_its_own(tmp_path: Path) -> None:
+    runs = jobs("recipes/llama4", ["fsdp", "fsdp_ep"], 2, tmp_path, ["--training.seq_len=64"])
+    assert [(r.layout, r.precision) for r in runs] == [
+        (layout, p) for layout in ("fsdp", "fsdp_ep") for p in ("bf16", "fp8, wires in bf16", "fp8")
+    ]
+    assert len({r.folder for r in runs}) == 6
+    for r in runs:
+        assert ("--parallelism.expert_parallel_degree=2" in r.command) == (r.layout == "fsdp_ep")
+        assert f"--job.config_file=recipes/llama4_{'bf16' if r.precision == 'bf16' else 'fp8'}.toml" in r.command
+        assert any("fp8_dispatch" in a for a in r.command) == (r.precision != "bf16")
+        assert r.command[-1] == "--training.seq_len=64"
+
+
+def test_one_gpu_has_no_wires(tmp_path: Path) -> None:
+    assert [r.precision for r in jobs("recipes/llama4", ["single"], 1, tmp_path, [])] == ["bf16", "fp8"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT", "gemm"),
+        ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<...", "gemm"),
+        ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128", "attention"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam...", "optimizer"),
+        ("triton_poi_fused_add_mul_0", "other"),
+    ],
+)
+def test_kernels_are_sorted_by_what_they_do(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind
+
+
+def test_bytes_and_times_of_a_trace(tmp_path: Path) -> None:
+    def kernel(name: str, ts: float, dur: float, **args: object) -> dict:
+        return {"cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": args}
+
+    gather = {"Collective name": "_allgather_base", "dtype": "Byte", "In msg nelems": 100, "Out msg nelems": 200}
+    scatter = {"Collective name": "_reduce_scatter_base", "dtype": "Float", "In msg nelems": 50, "Out msg nelems": 25}
+    swap = {"Collective name": "all_to_allv", "dtype": "BFloat16", "In msg nelems": 10, "Out msg nelems": 12}
+    events = [
+        kernel("ncclDevKernel_AllGather", 0, 1000, **gather),
+        kernel("ncclDevKernel_ReduceScatter", 500, 1000, **scatter),
+        kernel("ncclDevKernel_SendRecv", 1500, 500, **swap),
+        kernel("nvjet_x", 1000, 3000),
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9e9},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    read = read_trace(path)
+    assert (read["all_gather_bytes"], read["reduce_scatter_bytes"], read["all_to_all_bytes"]) == (200, 200, 24)
+    assert read["split_ms"] == {"communication": 2.5, "gemm": 3.0, "step": 4.0}
+    assert read["kernels"][0] == {"name": "nvjet_x", "ms": 3.0, "calls": 1}
+
+
+def test_a_failed_run_shows_in_the_table(capsys: pytest.CaptureFixture) -> None:
+    show([{"name": "fsdp bf16", "layout": "fsdp", "precision": "bf16", "error": "exit 1", "log": []}])
+    assert "exit 1" in capsys.readouterr().out
