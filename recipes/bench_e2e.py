@@ -1,8 +1,8 @@
 """What does FP8 gain in a whole training step?  python -m recipes.bench_e2e --ngpu 2 --out e2e.json
 
-Trains one pair of twin recipes for a few steps in each layout and precision, in turn, and reports tokens/s a GPU (median of
-the steps between compilation and the profiled one), peak memory, and from the profiler's trace of one step where its time
-and its bytes went. Every run is the command a user would type; its own arguments are in the result.
+Trains one pair of twin recipes for a few steps in each layout and precision, in turn, and reports tokens/s a GPU
+(median of the steps between compilation and the profiled one), peak memory, and from the profiler's trace of one step
+where its time and its bytes went. Every run is the command a user would type; its own arguments are in the result.
 """
 
 import argparse

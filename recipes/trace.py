@@ -1,7 +1,7 @@
 """Where did the time and the bytes of one step go?  Reads a torch.profiler trace (Chrome JSON) of one rank.
 
-Times are of kernels on the GPU and overlap where streams do, so they may add up to more than the step. Bytes are those that
-a collective hands to a rank (all-gather, all-to-all: its output; reduce-scatter: its input), by NCCL's own record.
+Times are of kernels on the GPU and overlap where streams do, so they may add up to more than the step. Bytes are those
+that a collective hands to a rank (all-gather, all-to-all: its output; reduce-scatter: its input), by NCCL's own record.
 """
 
 import json
