@@ -1,0 +1,76 @@
+"""Writes the measured tables of README.md from assets/results/*.json:  python -m recipes.readme_tables
+
+A table stands between `<!-- table:NAME -->` and `<!-- end:NAME -->`. A test holds the README to the files, so that no
+number there can be anything but a committed measurement.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "assets" / "results"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    rule = ["---" if i == 0 else "--:" for i in range(len(head))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
+
+
+def _conditions(environment: dict) -> str:
+    versions = environment.get("versions", {})
+    named = ", ".join(f"{k} {versions[k]}" for k in ("torch", "triton", "torchao") if k in versions)
+    return f"{environment['gpu']}, {environment['date']}, {named}: `{environment['command']}`"
+
+
+def bench(data: dict) -> str:
+    """The expert MLP: one row a case."""
+    rows = []
+    for c in data["cases"]:
+        name, best = f"{c['case']} {c['M']} x {c['D']} x {c['H']}, {c['E']} experts", c["bf16_ms"]
+        upstream = f"{best / c['torchao_ms']:.2f}x" if c.get("torchao_ms") else "fails"
+        speed = [f"{best / c[k]:.2f}x" for k in ("cold_ms", "warm_ms")]
+        memory = f"{c['fp8_peak_bytes'] / c['bf16_peak_bytes']:.2f}x"
+        rows.append([name, f"{best:.2f} ms", upstream, f"**{speed[0]}**", f"**{speed[1]}**", memory])
+    head = ["forward + backward", "BF16", "torchao FP8", "ours, cold", "ours, warm", "peak memory"]
+    return _table(head, rows) + "\n\n" + _conditions(data["environment"])
+
+
+def e2e(data: dict) -> str:
+    """Whole steps: one row a run."""
+    runs = data["runs"]
+    base = {r["layout"]: r["tokens_per_second_per_gpu"] for r in runs if r["precision"] == "bf16"}
+    rows = []
+    for r in runs:
+        speed = r["tokens_per_second_per_gpu"]
+        wires = [f"{r.get(k, 0) / 1e9:.2f} GB" for k in ("all_gather_bytes", "all_to_all_bytes")]
+        rows.append([r["name"], f"{speed:,}", f"{speed / base[r['layout']]:.2f}x", f"{r['peak_gib']:.1f} GiB", *wires])
+    head = ["layout, precision", "tokens/s a GPU", "of BF16", "peak memory", "all-gather a step", "all-to-all a step"]
+    return _table(head, rows) + "\n\n" + _conditions(data["environment"])
+
+
+TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {
+    "bench": ("bench_h200.json", bench),
+    "e2e": ("e2e_h200x2.json", e2e),
+}
+
+
+def render(readme: str, results: Path = RESULTS) -> str:
+    """`readme` with every table made anew from the result files."""
+    for name, (file, make) in TABLES.items():
+        pattern = re.compile(f"(<!-- table:{name} -->\n).*?(<!-- end:{name} -->)", re.DOTALL)
+        if pattern.search(readme):
+            text = make(json.loads((results / file).read_text()))
+            readme = pattern.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", readme)
+    return readme
+
+
+def main() -> None:
+    """See the module's docstring."""
+    path = ROOT / "README.md"
+    path.write_text(render(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
