@@ -18,7 +18,8 @@ from recipes.models.hf import convert
 from recipes.models.hf.reader import INDEX
 from recipes.models.llama4.adapter import Llama4Adapter
 from recipes.models.llama4.attention import Llama4
-from tests.recipes.hf_models import PUBLISHED, equal_bytes, llama4_args, mixtral_args, pair
+from tests.recipes.hf_models import equal_bytes, pair
+from tests.recipes.tiny_models import PUBLISHED, llama4_args, mixtral_args
 
 FLAVORS = {"tiny": mixtral_args(), "tiny4": llama4_args(**PUBLISHED)}
 

@@ -18,7 +18,8 @@ from recipes.models.hf.reader import INDEX
 from recipes.models.llama4.adapter import Llama4Adapter
 from recipes.models.mixtral.adapter import MixtralAdapter
 from tests.helpers import DEVICE
-from tests.recipes.hf_models import PUBLISHED, equal_bytes, gradients, llama4_args, load, mixtral_args, pair
+from tests.recipes.hf_models import equal_bytes, gradients, load, pair
+from tests.recipes.tiny_models import PUBLISHED, llama4_args, mixtral_args
 
 ARGS = {
     "mixtral": mixtral_args(),
