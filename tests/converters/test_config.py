@@ -20,6 +20,7 @@ WRONG = [
     ("wgrad", "fp16", "choose one of 'fp8', 'fp8_columns', 'bf16'"),
     ("wgrad", True, "choose one of 'fp8'"),
     ("accumulate", "float32", "choose one of 'fast', 'precise'"),
+    ("experts", "loop", "choose one of 'grouped', 'sequential'"),
     ("ep_fp8_dispatch", True, "choose one of 'auto', 'on', 'off'"),
     ("fsdp_fp8_all_gather", "fp8", "choose one of 'auto', 'on', 'off'"),
     ("skip_first_layers", -1, "must be a whole number of layers, 0 or more"),
