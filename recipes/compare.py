@@ -21,7 +21,7 @@ from rich.console import Console
 from recipes.compare_numbers import Comparison, Limits, compare_runs
 from recipes.compare_plot import plot_comparison
 from recipes.compare_tables import print_comparison
-from recipes.run_info import versions
+from recipes.run_info import jsonable, versions
 from recipes.runs import Run, RunError, read_run
 
 # Wide enough for all columns side by side where the output is no terminal (a file, a CI log).
@@ -57,7 +57,7 @@ def write_outputs(comparison: Comparison, folder: Path) -> Outputs:
     folder.mkdir(parents=True, exist_ok=True)
     outputs = Outputs(picture=folder / "compare.png", numbers=folder / "compare.json")
     plot_comparison(comparison, outputs.picture)
-    text = json.dumps(_jsonable(as_json(comparison)), indent=2, allow_nan=False, default=str)
+    text = json.dumps(jsonable(as_json(comparison)), indent=2, allow_nan=False, default=str)
     outputs.numbers.write_text(text + "\n", encoding="utf-8")
     return outputs
 
@@ -79,17 +79,6 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 def _run_json(run: Run) -> dict[str, Any]:
     return {"label": run.label, "folder": run.folder, "event_files": run.event_files, "run": run.info}
-
-
-def _jsonable(value: Any) -> Any:
-    """`value` with paths as text and non-finite numbers, which JSON does not have, as None."""
-    if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
 
 
 def _escape(text: str) -> str:

@@ -8,6 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from recipes.compare_numbers import Comparison, Pair
+from recipes.run_info import perplexity
+from recipes.runs import NAMES
 
 MAX_ROWS = 12
 
@@ -92,16 +94,19 @@ def _summary(comparison: Comparison) -> Table:
 
 def _loss_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     rows = []
-    for metric, name in (("loss", "training loss"), ("val_loss", "validation loss")):
+    for metric in ("loss", "val_loss", "test_loss"):
         pair = comparison.pairs[metric]
         if not pair.steps:
             continue
-        worst = pair.largest()
-        rows.append((f"{name}, step {pair.steps[-1]}", *_row(pair.a[-1], pair.b[-1], "{:.6f}")))
+        rows.append((f"{NAMES[metric]}, step {pair.steps[-1]}", *_row(pair.a[-1], pair.b[-1], "{:.6f}")))
         if metric == "loss" and comparison.limits.smooth > 1:
             label = f"  gap smoothed over {comparison.limits.smooth} steps"
             rows.append((label, "", "", f"{pair.smoothed[-1]:+.6f}", ""))
-        rows.append((f"  largest gap, step {pair.steps[worst]}", *_row(pair.a[worst], pair.b[worst], "{:.6f}")))
+        if metric != "loss":
+            rows.append(("  perplexity", *_row(perplexity(pair.a[-1]), perplexity(pair.b[-1]), "{:,.4f}")))
+        if len(pair.steps) > 1:
+            worst = pair.largest()
+            rows.append((f"  largest gap, step {pair.steps[worst]}", *_row(pair.a[worst], pair.b[worst], "{:.6f}")))
     return rows
 
 

@@ -9,6 +9,8 @@ of each gradient is taken just before clipping, and all norms stay on the device
 - at the last step and one that saves a checkpoint: at once, before it is saved;
 - at any other step: one step later, when the norm has long reached the host. Nothing waits for the device.
 
+At a step that logs the gradients' exact zeros are counted too (zero_gradients.py).
+
 Cost: one `torch._foreach_norm` over the gradients a step. Not covered: a weight that the optimizer makes nan out of
 finite gradients at the very step of a checkpoint; the next step's loss shows it.
 """
@@ -23,11 +25,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 
+from recipes.zero_gradients import ZeroCount, count_zeros
+
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or a gradient of a training step is nan or inf."""
+    """The loss or a gradient of training step `step` is nan or inf."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +43,15 @@ class GradNorms:
     """Gradient norms of one step, before clipping.
 
     indices: positions in the parameter list of those with a gradient. norms [len(indices)]: of this rank's shards, on
-    the device. total: the global norm on the host, valid once `ready` (None: already) has happened.
+    the device. total: the global norm on the host, valid once `ready` (None: already) has happened. zeros [2]: see
+    count_zeros; None if this step does not log.
     """
 
     indices: tuple[int, ...]
     norms: torch.Tensor
     total: torch.Tensor
     ready: torch.cuda.Event | None
+    zeros: torch.Tensor | None
     step: int = -1
 
     def total_norm(self) -> float:
@@ -58,8 +68,11 @@ class GradientWatch:
     that every parallelism passes. `_latest` and `_pending` are the norms of this step and of the one before.
     """
 
-    def __init__(self, model_parts: list[nn.Module]) -> None:
+    def __init__(self, model_parts: list[nn.Module], *, owns_plain: bool = True) -> None:
+        """`owns_plain`: whether this rank counts the zeros of gradients that are no DTensors (see count_zeros)."""
         self._model_parts = model_parts
+        self._owns_plain = owns_plain
+        self._counts = True  # a resumed run's first step may be one that logs
         self._original = dist_utils.clip_grad_norm_
         self._latest: GradNorms | None = None
         self._pending: GradNorms | None = None
@@ -76,33 +89,41 @@ class GradientWatch:
     def _clip(self, parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         indices = tuple(i for i, p in enumerate(parameters) if p.grad is not None)
-        norms = _local_norms([parameters[i].grad for i in indices])
+        grads = [parameters[i].grad for i in indices]
+        norms = _local_norms(grads)
+        zeros = count_zeros(grads, owns_plain=self._owns_plain) if self._counts else None
         total = self._original(parameters, *args, **kwargs)
         host, ready = _to_host(total)
-        self._latest = GradNorms(indices=indices, norms=norms, total=host, ready=ready)
+        self._latest = GradNorms(indices=indices, norms=norms, total=host, ready=ready, zeros=zeros)
         return total
 
-    def end_step(self, step: int, look_now: bool) -> None:
-        """To be called once a step, after the optimizer and before a checkpoint.
+    def end_step(self, step: int, look_now: bool, count_next: bool = False) -> None:
+        """To be called once a step, after the optimizer and before a checkpoint. `count_next`: the next step logs.
 
         Raises:
             NonFiniteError: the gradient norm of the step before, or with `look_now` of this one, is not finite.
         """
+        self._counts = count_next
         before, self._pending = self._pending, None
         if before is not None and not math.isfinite(norm := before.total_norm()):
-            raise NonFiniteError(self._describe(before.step, norm, None, before))
+            raise NonFiniteError(self._describe(before.step, norm, None, before), before.step)
         if self._latest is None:
             return
         latest, self._latest = replace(self._latest, step=step), None
         self._pending = latest
         if look_now and not math.isfinite(norm := latest.total_norm()):
-            raise NonFiniteError(self._describe(step, norm, None, latest))
+            raise NonFiniteError(self._describe(step, norm, None, latest), step)
 
     def check(self, step: int, loss: float, grad_norm: float) -> None:
         """Raises NonFiniteError when the logged loss or gradient norm of `step` is not finite."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             norms = self._pending if self._pending is not None and self._pending.step == step else None
-            raise NonFiniteError(self._describe(step, grad_norm, loss, norms))
+            raise NonFiniteError(self._describe(step, grad_norm, loss, norms), step)
+
+    def zeros(self, step: int) -> ZeroCount | None:
+        """Zeros in the gradients of `step`, the one that ended last; None if it was not counted. Waits for it."""
+        at = self._pending
+        return ZeroCount(*at.zeros.tolist()) if at is not None and at.step == step and at.zeros is not None else None
 
     def _describe(self, step: int, grad_norm: float, loss: float | None, norms: GradNorms | None) -> str:
         values = f"gradient norm is {grad_norm}" if loss is None else f"loss is {loss}, gradient norm {grad_norm}"

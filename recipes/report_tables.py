@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Group
@@ -10,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from converters.selection import ConversionReport, ConvertedWeight
+from recipes.run_info import Point
 
 GIB = 1024**3
 
@@ -20,9 +22,12 @@ class RunSummary:
 
     steps_done: int
     steps_planned: int
-    loss: tuple[int, float] | None
-    """(step, value) of the last logged training loss"""
-    val_loss: tuple[int, float] | None
+    loss: Point | None
+    """the last logged training loss"""
+    val_loss: Point | None
+    test_loss: Point | None
+    non_finite_step: int | None
+    """the one that stopped the run"""
     tokens_per_second: float | None
     """median of one device, without the first logged step"""
     peak_memory_gib: float | None
@@ -30,6 +35,17 @@ class RunSummary:
     folder: str
     tensorboard: str
     converters: tuple[str, ...]
+
+    def results(self) -> dict[str, Any]:
+        """For run.json."""
+        losses = {"training": self.loss, "validation": self.val_loss, "test": self.test_loss}
+        return {
+            "steps": self.steps_done,
+            "non_finite_step": self.non_finite_step,
+            **{name: None if point is None else point.as_dict() for name, point in losses.items()},
+            "tokens_per_second": self.tokens_per_second,
+            "peak_memory_gib": self.peak_memory_gib,
+        }
 
 
 def conversion_table(reports: list[ConversionReport]) -> Group:
@@ -138,7 +154,12 @@ def end_table(summary: RunSummary) -> Table:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     table.add_row("training loss", _loss(summary.loss))
-    table.add_row("validation loss", _loss(summary.val_loss))
+    table.add_row("validation loss", _loss(summary.val_loss, perplexity=True))
+    if summary.test_loss is not None:
+        table.add_row("test loss", _loss(summary.test_loss, perplexity=True))
+    stop = summary.non_finite_step
+    stopped = "0" if stop is None else Text(f"1, step {stop}: the run stopped there", style="bold red")
+    table.add_row("non-finite steps", stopped)
     speed = summary.tokens_per_second
     table.add_row("tokens/s a device", "n/a" if speed is None else f"{speed:,.0f} (median)")
     memory = summary.peak_memory_gib
@@ -151,8 +172,9 @@ def end_table(summary: RunSummary) -> Table:
     return table
 
 
-def _loss(point: tuple[int, float] | None) -> Text | str:
+def _loss(point: Point | None, perplexity: bool = False) -> Text | str:
     if point is None:
         return "n/a"
-    text = f"{point[1]:.5f} at step {point[0]}"
-    return text if math.isfinite(point[1]) else Text(text, style="bold red")
+    text = f"{point.loss:.5f} at step {point.step}"
+    text += f", perplexity {point.perplexity:,.4f}" if perplexity else ""
+    return text if math.isfinite(point.loss) else Text(text, style="bold red")

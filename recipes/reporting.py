@@ -1,21 +1,22 @@
-"""What a run says of itself: a table before the first step, torchtitan's line at each logged step, a table at the end.
+"""What a run says of itself: a table before the first step, two lines at each logged step, a table at the end.
 
-`build_metrics_processor` goes into a train spec. Beyond torchtitan's own processor it writes run.json (run_info.py),
-shows a progress bar on a terminal (progress.py), and stops the run at a nan or inf (finite.py).
+`build_metrics_processor` goes into a train spec. Beyond torchtitan's own processor it adds a line to
+torchtitan's (step_line.py), writes run.json (run_info.py), shows a progress bar on a terminal (progress.py), and stops
+the run at a nan or inf (finite.py).
 """
 
 import atexit
 import json
 import math
 import os
-import statistics
 import sys
+import time
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
-from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, TensorBoardLogger
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of  # the rank whose events hold the loss
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -23,52 +24,18 @@ from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools.logging import logger
 
 from converters.selection import ConversionReport
-from recipes.finite import GradientWatch
+from recipes.finite import GradientWatch, NonFiniteError
 from recipes.progress import ProgressBar
+from recipes.recording import RecordingLogger
 from recipes.report_tables import RunSummary, conversion_table, end_table
-from recipes.run_info import describe_run, write_run_info
+from recipes.run_info import add_results, describe_run, perplexity, sequences_per_step, write_run_info
+from recipes.step_line import NON_FINITE, SKIPPED, StepLine
 
 # Where the output is no terminal: a log file, a pipe of torchrun.
 FILE_WIDTH = 120
 
 # torchtitan's get_peak_flops answers with an A100's peak for every device it does not know.
 A100_FLOPS = 312e12
-
-
-class RecordingLogger(BaseLogger):
-    """Passes metrics on to torchtitan's loggers and keeps what the end table needs."""
-
-    def __init__(self, inner: BaseLogger) -> None:
-        self.inner = inner
-        self.speeds: list[float] = []
-        self.peak_memory_gib: float | None = None
-        self.mfus: list[float] = []
-        self.loss: tuple[int, float] | None = None
-        self.val_loss: tuple[int, float] | None = None
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Called by torchtitan with one dict for a training step and another for a validation."""
-        self.inner.log(metrics, step)
-        for key, value in metrics.items():
-            if key.endswith("memory/max_reserved(GiB)"):
-                self.peak_memory_gib = max(value, self.peak_memory_gib or 0.0)
-        if "loss_metrics/global_avg_loss" in metrics:
-            self.loss = (step, metrics["loss_metrics/global_avg_loss"])
-            self.speeds.append(metrics["throughput(tps)"])
-            self.mfus.append(metrics["mfu(%)"])
-        if "validation_metrics/loss" in metrics:
-            self.val_loss = (step, metrics["validation_metrics/loss"])
-
-    def add_text(self, tag: str, text: str) -> None:
-        """Shows `text` (Markdown) under TensorBoard's Text tab, where TensorBoard is on."""
-        loggers = self.inner._loggers if isinstance(self.inner, LoggerContainer) else []
-        for each in loggers:
-            if isinstance(each, TensorBoardLogger):
-                each.writer.add_text(tag, text, 0)
-
-    def close(self) -> None:
-        """Writes out and closes torchtitan's loggers."""
-        self.inner.close()
 
 
 class ReportingMetricsProcessor(MetricsProcessor):
@@ -84,6 +51,7 @@ class ReportingMetricsProcessor(MetricsProcessor):
         self.logger: RecordingLogger = RecordingLogger(self.logger)
         self._speaks = torch.distributed.get_rank() == metrics_rank_of(parallel_dims, job_config)
         self._steps_done = 0
+        self._steps_timed = 0  # since time_last_log
         self._closed = False
         self._bar = ProgressBar(job_config.training.steps, no_color=job_config.metrics.disable_color_printing)
         if self._speaks:
@@ -101,8 +69,9 @@ class ReportingMetricsProcessor(MetricsProcessor):
         self._model_parts = model_parts
         if model_parts is None:
             return
-        self._watch = GradientWatch(model_parts)
+        self._watch = GradientWatch(model_parts, owns_plain=self._owns_plain())
         self._watch.install()
+        self.time_last_log = time.perf_counter()  # building and initializing the model was no step
         if self._speaks:
             self._print(conversion_table(conversion_reports(model_parts)))
             self._bar.start()
@@ -114,9 +83,15 @@ class ReportingMetricsProcessor(MetricsProcessor):
             NonFiniteError: see finite.py. A step that is logged is left to `log`, which knows its loss.
         """
         self._steps_done = step
+        self._steps_timed += 1
         due = super().should_log(step)
         if self._watch is not None:
-            self._watch.end_step(step, look_now=not due and self._must_be_finite(step))
+            soon = super().should_log(step + 1)
+            try:
+                self._watch.end_step(step, look_now=not due and self._must_be_finite(step), count_next=soon)
+            except NonFiniteError as error:  # of a step that does not log
+                self.logger.log({SKIPPED: 0, NON_FINITE: 1}, error.step)
+                raise
         if self._speaks:
             self._bar.advance(step)
         return due
@@ -129,17 +104,45 @@ class ReportingMetricsProcessor(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """torchtitan's step line and events; then an error if the loss or the gradient norm is nan or inf."""
+        """torchtitan's step line and events, ours; then an error if the loss or the gradient norm is nan or inf."""
+        since = self.time_last_log
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        line = StepLine(
+            step=step,
+            elapsed_ms=1000 * (self.time_last_log - since) / max(self._steps_timed, 1),
+            global_batch_size=self._global_batch_size(),
+            learning_rate=(extra_metrics or {}).get("lr"),
+            zeros=None if self._watch is None else self._watch.zeros(step),
+            non_finite=not (math.isfinite(global_avg_loss) and math.isfinite(grad_norm)),
+        )
+        self._steps_timed = 0
+        self.logger.log(line.metrics(), step)
+        logger.info(line.text(self.color))
         self._bar.show_loss(global_avg_loss)
         if self._watch is not None:
             self._watch.check(step, global_avg_loss, grad_norm)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """torchtitan's validation line. A loss of nan (one empty batch is enough) is said, training goes on."""
-        super().log_validation(loss, step, extra_metrics)
+        """torchtitan's validation line, and the perplexity. At a nan (one empty batch is enough) training goes on."""
+        metrics = {"validation_metrics/perplexity": perplexity(loss), **(extra_metrics or {})}
+        super().log_validation(loss, step, metrics)
+        self._steps_timed = 0
+        self._say_perplexity("validate", "validation", step, loss)
+
+    def log_test(self, loss: float, step: int) -> None:
+        """The same for the test split, with no throughput or memory, which were those of a validation."""
+        self.logger.log({"test_metrics/loss": loss, "test_metrics/perplexity": perplexity(loss)}, step)
+        self.time_last_log, self._steps_timed = time.perf_counter(), 0
+        self._say_perplexity("test", "test", step, loss)
+
+    def _say_perplexity(self, verb: str, name: str, step: int, loss: float) -> None:
+        color = self.color
+        logger.info(
+            f"{color.yellow}{verb} step: {step:2}  {color.green}loss: {loss:7.4f}  "
+            f"{color.orange}perplexity: {perplexity(loss):,.4f}{color.reset}"
+        )
         if not math.isfinite(loss):
-            logger.error(f"Step {step}: the validation loss is {loss}.")
+            logger.error(f"Step {step}: the {name} loss is {loss}.")
 
     def close(self) -> None:
         """Ends the bar, writes out the logs and prints the end table. Also after an exception, and more than once."""
@@ -152,12 +155,24 @@ class ReportingMetricsProcessor(MetricsProcessor):
             self._watch.remove()
         super().close()
         if self._speaks:
-            self._print(end_table(self._summary()))
+            summary = self._summary()
+            add_results(self.job_config.job.dump_folder, summary.results())
+            self._print(end_table(summary))
 
     def _print(self, renderable: Any) -> None:
         width = None if sys.stdout.isatty() else FILE_WIDTH
         no_color = self.job_config.metrics.disable_color_printing or None
         (self._bar.console or Console(width=width, no_color=no_color)).print(renderable)
+
+    def _owns_plain(self) -> bool:
+        """Whether plain gradients are counted here: DDP alone copies them, and counts them on its first rank."""
+        dims = self.parallel_dims
+        return not dims.dp_replicate_enabled or dims.get_mesh("dp_replicate").get_local_rank() == 0
+
+    def _global_batch_size(self) -> int:
+        training, dims = self.job_config.training, self.parallel_dims
+        degree = dims.dp_replicate * dims.dp_shard
+        return sequences_per_step(training.global_batch_size, training.local_batch_size, degree)
 
     def _must_be_finite(self, step: int) -> bool:
         """Whether step is the last one or saves a checkpoint (as CheckpointManager._should_save)."""
@@ -181,13 +196,14 @@ class ReportingMetricsProcessor(MetricsProcessor):
 
     def _summary(self) -> RunSummary:
         seen, config = self.logger, self.job_config
-        steady = seen.speeds[1:] or seen.speeds  # the first holds compilation and first-touch memory
         return RunSummary(
             steps_done=self._steps_done,
             steps_planned=config.training.steps,
             loss=seen.loss,
             val_loss=seen.val_loss,
-            tokens_per_second=statistics.median(steady) if steady else None,
+            test_loss=seen.test_loss,
+            non_finite_step=seen.non_finite_step,
+            tokens_per_second=seen.tokens_per_second(),
             peak_memory_gib=seen.peak_memory_gib,
             mfu=self._mfu(),
             folder=config.job.dump_folder,
@@ -197,10 +213,10 @@ class ReportingMetricsProcessor(MetricsProcessor):
 
     def _mfu(self) -> str:
         peak = mfu_peak(self.gpu_peak_flops, self.device_memory_monitor.device_name)
-        mfus = self.logger.mfus[1:] or self.logger.mfus
-        if peak is None or not mfus:
+        mfu = self.logger.mfu_percent()
+        if peak is None or mfu is None:
             return "n/a (no known peak of this device)" if peak is None else "n/a"
-        return f"{statistics.median(mfus):.2f} % of {peak[0] / 1e12:,.0f} TFLOP/s ({peak[1]})"
+        return f"{mfu:.2f} % of {peak[0] / 1e12:,.0f} TFLOP/s ({peak[1]})"
 
 
 def mfu_peak(flops: float, device: str) -> tuple[float, str] | None:

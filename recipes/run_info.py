@@ -1,10 +1,12 @@
 """run.json: what a run was, written beside its TensorBoard folder, so that two runs can be compared knowingly.
 
-reporting.py writes it when a run starts; compare.py reads it back.
+reporting.py writes it when a run starts, and adds the results when it ends; compare.py reads it back.
 """
 
 import json
+import math
 import platform
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +19,31 @@ PACKAGES = ("torch", "torchtitan", "torchao", "triton", "titan-moe-fp8")
 
 # Sections that change where a run writes and what it shows, never what it computes.
 _PRESENTATION = ("job.", "metrics.", "profiling.")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A loss after training step `step`."""
+
+    step: int
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        """See `perplexity`."""
+        return perplexity(self.loss)
+
+    def as_dict(self) -> dict[str, float]:
+        """step, loss and perplexity."""
+        return {"step": self.step, "loss": self.loss, "perplexity": self.perplexity}
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), the loss in nats a token; inf where that is too large for a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def versions() -> dict[str, str]:
@@ -66,14 +93,19 @@ def describe_run(
     }
 
 
+def sequences_per_step(global_batch_size: int, local_batch_size: int, batch_degree: int) -> int:
+    """The global batch size; a configured one below 0 means one micro-batch a rank."""
+    return local_batch_size * batch_degree if global_batch_size < 0 else global_batch_size
+
+
 def _data(config: dict[str, Any], batch_degree: int) -> dict[str, Any]:
     """What decides which tokens the model sees at a step. How ranks and micro-batches split the batch is not in it."""
     training = config["training"]
-    batch = training["global_batch_size"]
+    batch = sequences_per_step(training["global_batch_size"], training["local_batch_size"], batch_degree)
     return {
         "dataset": training["dataset"],
         "dataset_path": training["dataset_path"],
-        "global_batch_size": training["local_batch_size"] * batch_degree if batch < 0 else batch,
+        "global_batch_size": batch,
         "seq_len": training["seq_len"],
         "tokenizer": config["model"].get("hf_assets_path"),
         "options": config.get("data"),
@@ -90,12 +122,32 @@ def _validation(config: dict[str, Any], batch_degree: int) -> dict[str, Any] | N
 
 def write_run_info(folder: str | Path, info: dict[str, Any]) -> Path:
     """Writes run.json into the dump folder, whole or not at all, and returns its path."""
+    return _write(Path(folder) / RUN_FILE, info)
+
+
+def add_results(folder: str | Path, results: dict[str, Any]) -> None:
+    """Adds `results`, what came of the run, to the run.json in `folder`."""
     path = Path(folder) / RUN_FILE
+    _write(path, json.loads(path.read_text(encoding="utf-8")) | {"results": jsonable(results)})
+
+
+def _write(path: Path, info: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".json.part")
     draft.write_text(json.dumps(info, indent=2, default=str) + "\n", encoding="utf-8")
     draft.replace(path)
     return path
+
+
+def jsonable(value: Any) -> Any:
+    """`value` with paths as text and non-finite numbers, which JSON does not have, as None."""
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -20,14 +20,20 @@ EVENT_FILES = "events.out.tfevents.*"
 TAGS = {
     "loss": "loss_metrics/global_avg_loss",
     "val_loss": "validation_metrics/loss",
+    "test_loss": "test_metrics/loss",
     "grad_norm": "grad_norm",
     "tokens_per_second": "throughput(tps)",
     "memory_gib": "memory/max_reserved(GiB)",
     "mfu_percent": "mfu(%)",
 }
-"""metric -> torchtitan's TensorBoard tag. tokens/s and memory are of one device."""
+"""metric -> torchtitan's TensorBoard tag (the test loss has ours). tokens/s and memory are of one device."""
 
-NAMES = {"loss": "training loss", "val_loss": "validation loss", "grad_norm": "gradient norm"}
+NAMES = {
+    "loss": "training loss",
+    "val_loss": "validation loss",
+    "test_loss": "test loss",
+    "grad_norm": "gradient norm",
+}
 """Metrics that must be finite in both runs."""
 
 Series = dict[int, float]

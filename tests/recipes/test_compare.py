@@ -20,14 +20,21 @@ STEPS = (1, 10, 20, 30, 40)
 LOSSES = {1: 7.625, 10: 6.5, 20: 5.25, 30: 4.5, 40: 4.25}
 
 
-def write_events(folder: Path, losses: dict[int, float], val: dict[int, float] | None = None, start: str = "a") -> None:
+def write_events(
+    folder: Path,
+    losses: dict[int, float],
+    val: dict[int, float] | None = None,
+    test: dict[int, float] | None = None,
+    start: str = "a",
+) -> None:
     writer = SummaryWriter(str(folder / "tb" / start))
     for step, loss in losses.items():
         rest = {"grad_norm": 1.0 + step / 64, "tokens_per_second": 100.0 * step, "memory_gib": 2.0, "mfu_percent": 25.0}
         for metric, value in {"loss": loss, **rest}.items():
             writer.add_scalar(TAGS[metric], value, step)
-    for step, loss in (val or {}).items():
-        writer.add_scalar(TAGS["val_loss"], loss, step)
+    for metric, points in (("val_loss", val), ("test_loss", test)):
+        for step, loss in (points or {}).items():
+            writer.add_scalar(TAGS[metric], loss, step)
     writer.add_text("run", "text is no scalar")
     writer.close()
 
@@ -197,6 +204,24 @@ def test_mfu_is_shown_with_its_peak_only(twins, capsys):
         write_info(run, mfu_peak=(989e12, "dense BF16 peak"))
     assert compare(*twins) == 0
     assert "MFU %, of 989 TFLOP/s (dense BF16 peak)" in capsys.readouterr().out
+
+
+def test_test_split_is_shown_where_both_have_it(twins, capsys):
+    assert compare(*twins) == 0
+    out = capsys.readouterr().out
+    assert "test loss" not in out
+    # exp(4.5) and exp(4.5 + 1/128)
+    assert "perplexity 90.0171 90.7231 +0.7060 1.0078" in " ".join(out.split())
+    for run, loss, shown in zip(twins, (4.0, 4.25), (False, True), strict=True):
+        write_events(run, LOSSES, {40: 4.5}, {40: loss}, start="b")
+        assert compare(*twins) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert ("test loss" in out) == shown
+    # one point has no largest gap; exp(4) and exp(4.25)
+    assert (
+        "test loss, step 40 4.000000 4.250000 +0.250000 1.0625 perplexity 54.5982 70.1054 +15.5073 1.2840 grad" in out
+    )
+    assert json.loads((twins[1] / "compare.json").read_text())["metrics"]["test_loss"]["final"]["gap"] == 0.25
 
 
 def test_other_last_step_is_refused_and_a_broken_run_named(twins, capsys):

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -76,19 +77,22 @@ def model(*reports: ConversionReport) -> nn.Module:
     return model
 
 
-def train_step(processor, step: int, bad: float | None = None, loss: float | None = None, tokens: int = 64) -> None:
+def train_step(
+    processor, step: int, bad: float | None = None, loss: float | None = None, tokens: int = 64, zeros: int = 0
+) -> None:
     """One step in torchtitan's order: backward, clip, (optimizer), should_log, log."""
     part = processor.model_parts[0]
     part.zero_grad()
     y = part(torch.randn(3, 4))
     y.backward(torch.randn_like(y))
+    part[0].weight.grad.view(-1)[:zeros] = 0
     if bad is not None:
         part[0].weight.grad[0, 0] = bad
     norm = dist_utils.clip_grad_norm_(list(part.parameters()), 1.0, foreach=True)
     processor.ntokens_since_last_log += tokens
     processor.data_loading_times.append(0.0)
     if processor.should_log(step):
-        processor.log(step, loss or 8.0 - step, loss or 8.0 - step, norm.item())
+        processor.log(step, loss or 8.0 - step, loss or 8.0 - step, norm.item(), {"lr": 0.002 * step})
 
 
 def test_start_table_says_what_was_converted_and_what_not(make, capsys):
@@ -129,10 +133,19 @@ def test_run_json_and_events(make, tmp_path):
     for step in range(1, STEPS + 1):
         train_step(processor, step)
     processor.log_validation(3.25, STEPS)
+    processor.log_test(3.5, STEPS)
     processor.close()
     run = read_run(tmp_path / "run")
     assert run.series(TAGS["loss"]) == {1: 7.0, 2: 6.0, 4: 4.0, 6: 2.0}
     assert run.series(TAGS["val_loss"]) == {6: 3.25}
+    assert run.series("validation_metrics/perplexity") == {6: pytest.approx(math.exp(3.25))}
+    assert run.series(TAGS["test_loss"]) == {6: 3.5}
+    assert run.series("test_metrics/perplexity") == {6: pytest.approx(math.exp(3.5))}
+    results = run.info["results"]
+    assert results["training"] == {"step": 6, "loss": 2.0, "perplexity": math.exp(2.0)}
+    assert results["validation"] == {"step": 6, "loss": 3.25, "perplexity": math.exp(3.25)}
+    assert results["test"] == {"step": 6, "loss": 3.5, "perplexity": math.exp(3.5)}
+    assert (results["steps"], results["non_finite_step"]) == (6, None)
     assert run.info["seed"] == 3
     assert run.info["converters"] == ["fp8.grouped_experts"]
     assert run.info["data"]["global_batch_size"] == 8
@@ -150,12 +163,15 @@ def test_end_table(make, capsys, tmp_path, monkeypatch):
     for step, tokens in zip(range(1, 7), (1, 100, 100, 500, 500, 300), strict=True):
         train_step(processor, step, tokens=tokens)
     processor.log_validation(3.25, 6)
+    processor.log_test(3.5, 6)
     memory = processor.logger.peak_memory_gib
     processor.close()
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "Trained 6 of 6 steps" in rows
     assert "training loss 2.00000 at step 6" in rows
-    assert "validation loss 3.25000 at step 6" in rows
+    assert "validation loss 3.25000 at step 6, perplexity 25.7903" in rows
+    assert "test loss 3.50000 at step 6, perplexity 33.1155" in rows
+    assert "non-finite steps 0" in rows
     # the clock advances one second a look; steps 2, 4 and 6 logged 100, 600 and 800 tokens; step 1 is warm-up
     assert "tokens/s a device 600 (median)" in rows
     assert memory > 0.01
@@ -163,6 +179,82 @@ def test_end_table(make, capsys, tmp_path, monkeypatch):
     assert "MFU n/a (no known peak of this device)" in rows
     assert f"curves tensorboard --logdir {tmp_path / 'run' / 'tb'}" in rows
     assert f"compare python -m recipes.compare {tmp_path / 'run'} FP8_RUN" in rows
+
+
+def logged_lines(caplog) -> list[str]:
+    return [re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()) for record in caplog.records]
+
+
+def test_step_line_in_log_and_events(make, caplog, tmp_path, monkeypatch):
+    now = 0.0
+    processor = make(training__global_batch_size=24)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    processor.model_parts = [model()]
+    with caplog.at_level(logging.INFO):
+        for step in range(1, 5):
+            now += 1
+            train_step(processor, step, zeros=step)
+    processor.close()
+    lines = logged_lines(caplog)
+    ours = [
+        "step:  1  ms/step: 1,000.0  samples: 24  lr: 2.000e-03  batch: 24  zero grads: 1 (3.33%)  "
+        "skipped: 0  non-finite: 0",
+        "step:  2  ms/step: 1,000.0  samples: 48  lr: 4.000e-03  batch: 24  zero grads: 2 (6.67%)  "
+        "skipped: 0  non-finite: 0",
+        "step:  4  ms/step: 1,000.0  samples: 96  lr: 8.000e-03  batch: 24  zero grads: 4 (13.33%)  "
+        "skipped: 0  non-finite: 0",
+    ]
+    steps = [i for i, line in enumerate(lines) if line.startswith("step:") and "tflops" in line]
+    assert [lines[i + 1] for i in steps] == ours
+    assert all(re.search(r"loss: +\d.*grad_norm:.*tflops: .*mfu", lines[i]) for i in steps)  # torchtitan's, intact
+    run = read_run(tmp_path / "run")
+    for tag, values in {
+        "time_metrics/elapsed_per_step(ms)": [1000, 1000, 1000],
+        "n_samples_seen": [24, 48, 96],
+        "global_batch_size": [24, 24, 24],
+        "zero_gradients": [1, 2, 4],
+        "skipped_steps": [0, 0, 0],
+        "non_finite_steps": [0, 0, 0],
+        "lr": [pytest.approx(0.002), pytest.approx(0.004), pytest.approx(0.008)],
+    }.items():
+        assert list(run.series(tag).values()) == values, tag
+
+
+def test_time_of_a_step_leaves_out_validation_and_counts_the_steps_after_it(make, caplog, monkeypatch):
+    now = 0.0
+    processor = make(metrics__log_freq=4)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    processor.model_parts = [model()]
+    with caplog.at_level(logging.INFO):
+        for step in range(1, 9):
+            now += step  # step 3 takes three seconds
+            train_step(processor, step)
+            if step == 6:
+                now += 100
+                processor.log_validation(3.0, step)
+    times = [found[1] for line in logged_lines(caplog) if (found := re.search(r"ms/step: ([\d,.]+)", line))]
+    assert times == ["1,000.0", "3,000.0", "7,500.0"]  # 1; mean of 2, 3, 4; mean of 7, 8
+
+
+def test_a_resumed_run_counts_from_where_it_is(make, caplog):
+    processor = make()
+    processor.model_parts = [model()]
+    with caplog.at_level(logging.INFO):
+        train_step(processor, 4, zeros=3)
+    assert "samples: 32 " in caplog.text  # 4 steps of 8
+    assert "zero grads: 3 (10.00%)" in caplog.text
+
+
+def test_zeros_are_counted_at_logged_steps_only(make, monkeypatch):
+    counted = []
+    monkeypatch.setattr("recipes.finite.count_zeros", lambda grads, owns_plain: counted.append(1) or torch.zeros(2))
+    processor = make(metrics__log_freq=3)
+    processor.model_parts = [model()]
+    seen = []
+    for step in range(1, 7):
+        train_step(processor, step)
+        seen.append(len(counted))
+    assert seen == [1, 1, 2, 2, 2, 3]
 
 
 def test_a_run_that_never_logged_ends_cleanly(make, capsys):
@@ -181,7 +273,7 @@ def test_a_run_that_never_logged_ends_cleanly(make, capsys):
     ],
     ids=["logged", "between", "last", "checkpoint", "no checkpoint"],
 )
-def test_a_nan_gradient_ends_the_run_before_a_checkpoint(make, capsys, changes, bad_step, noticed, named):
+def test_a_nan_gradient_ends_the_run_before_a_checkpoint(make, capsys, tmp_path, changes, bad_step, noticed, named):
     processor = make(**changes)
     processor.model_parts = [model()]
     for step in range(1, noticed):
@@ -190,17 +282,25 @@ def test_a_nan_gradient_ends_the_run_before_a_checkpoint(make, capsys, changes, 
         train_step(processor, noticed, bad=math.nan if noticed == bad_step else None)
     processor.close()
     assert dist_utils.clip_grad_norm_ is CLIP
-    assert f"{noticed} of 6 steps" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"{noticed} of 6 steps" in out
+    assert f"non-finite steps 1, step {bad_step}: the run stopped there" in out
+    assert read_run(tmp_path / "run").series("non_finite_steps")[bad_step] == 1
 
 
-def test_a_nan_loss_is_logged_and_ends_the_run(make, tmp_path):
+def test_a_nan_loss_is_logged_and_ends_the_run(make, tmp_path, caplog):
     processor = make()
     processor.model_parts = [model()]
     train_step(processor, 1)
-    with pytest.raises(NonFiniteError, match="Step 2: loss is nan"):
+    with caplog.at_level(logging.INFO), pytest.raises(NonFiniteError, match="Step 2: loss is nan"):
         train_step(processor, 2, loss=math.nan)
     processor.close()
-    assert math.isnan(read_run(tmp_path / "run").series(TAGS["loss"])[2])
+    assert "skipped: 0  non-finite: 1 (the run stops here)" in caplog.text
+    run = read_run(tmp_path / "run")
+    assert math.isnan(run.series(TAGS["loss"])[2])
+    assert run.series("non_finite_steps") == {1: 0, 2: 1}
+    assert run.info["results"]["training"] == {"step": 2, "loss": None, "perplexity": None}
+    assert run.info["results"]["non_finite_step"] == 2
 
 
 def test_a_nan_validation_loss_is_said(make, caplog):

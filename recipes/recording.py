@@ -1,0 +1,65 @@
+"""What passes through a run's loggers, kept for its end table and run.json."""
+
+import statistics
+from typing import Any
+
+from torchtitan.components.metrics import BaseLogger, LoggerContainer, TensorBoardLogger
+
+from recipes.run_info import Point
+from recipes.step_line import NON_FINITE
+
+
+class RecordingLogger(BaseLogger):
+    """Passes metrics on to torchtitan's loggers and keeps what a run says at its end."""
+
+    def __init__(self, inner: BaseLogger) -> None:
+        self.inner = inner
+        self.speeds: list[float] = []
+        self.peak_memory_gib: float | None = None
+        self.mfus: list[float] = []
+        self.loss: Point | None = None
+        self.val_loss: Point | None = None
+        self.test_loss: Point | None = None
+        self.non_finite_step: int | None = None
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Called with one dict each for torchtitan's step, ours, a validation and the test split."""
+        self.inner.log(metrics, step)
+        for key, value in metrics.items():
+            if key.endswith("memory/max_reserved(GiB)"):
+                self.peak_memory_gib = max(value, self.peak_memory_gib or 0.0)
+        if "loss_metrics/global_avg_loss" in metrics:
+            self.loss = Point(step, metrics["loss_metrics/global_avg_loss"])
+            self.speeds.append(metrics["throughput(tps)"])
+            self.mfus.append(metrics["mfu(%)"])
+        if "validation_metrics/loss" in metrics:
+            self.val_loss = Point(step, metrics["validation_metrics/loss"])
+        if "test_metrics/loss" in metrics:
+            self.test_loss = Point(step, metrics["test_metrics/loss"])
+        if metrics.get(NON_FINITE):
+            self.non_finite_step = step
+
+    def tokens_per_second(self) -> float | None:
+        """Median of one device."""
+        return _steady_median(self.speeds)
+
+    def mfu_percent(self) -> float | None:
+        """Median MFU as torchtitan computes it."""
+        return _steady_median(self.mfus)
+
+    def add_text(self, tag: str, text: str) -> None:
+        """Shows `text` (Markdown) under TensorBoard's Text tab, where TensorBoard is on."""
+        loggers = self.inner._loggers if isinstance(self.inner, LoggerContainer) else []
+        for each in loggers:
+            if isinstance(each, TensorBoardLogger):
+                each.writer.add_text(tag, text, 0)
+
+    def close(self) -> None:
+        """Writes out and closes torchtitan's loggers."""
+        self.inner.close()
+
+
+def _steady_median(values: list[float]) -> float | None:
+    """Without the first, which holds compilation and first-touch memory, if there are others."""
+    steady = values[1:] or values
+    return statistics.median(steady) if steady else None
