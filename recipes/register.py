@@ -8,7 +8,8 @@ import torch
 from torchtitan.models.llama4.infra import parallelize
 from torchtitan.protocols import train_spec as train_specs
 
-import converters.expert_weight  # noqa: F401  (defines the ops)
+import converters.expert_mlp
+import converters.expert_weight  # noqa: F401  (both define ops)
 from converters.registry import install
 from recipes.datasets import register_datasets
 from recipes.job_config import DataConfig
