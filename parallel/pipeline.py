@@ -1,49 +1,49 @@
-"""Why is a gradient hundreds of times larger under pipeline parallelism, and what puts it right?
+"""What does a pipeline leave behind that one process does not?
 
-torchtitan 0.2.2 sums the loss over tokens. Without a pipeline its trainer divides the sum by the number of tokens
-before `backward`; a pipeline schedule calls `backward` itself, on the sum, and only the reported loss is divided.
-Every gradient is then larger by the number of tokens of a step: the debug model with 2 x 64 tokens reports a grad norm
-of 325 instead of 2.5. AdamW hides it, clipping does not (it always clips then), and neither does an epsilon or an
-auxiliary loss.
+Before its first step a stage learns the shapes of its tensors by running its module, on made-up values (torch 2.11:
+forward; 2.13: forward and backward). The module's buffers count that as data: torchtitan's MoE adds the routing of the
+made-up tokens to `tokens_per_expert`, and the first update of the routing bias goes elsewhere than without a pipeline.
+The rest of the run follows: after five steps of a small model the losses differ in the fourth digit.
 
-Here the loss keeps its value and its gradient is divided where the schedule starts it.
+Here the buffers are put back.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchtitan.components.loss import build_cross_entropy_loss
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+
+# Both infer shapes where they have none; the second exists since torch 2.13.
+PREPARATIONS = ("_prepare_forward_infra", "_prepare_backward_infra")
 
 
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
+def _keeping_buffers(prepare: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    @functools.wraps(prepare)
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
+        result = prepare(*args, **kwargs)
+        with torch.no_grad():
+            for buffer, version, value in before:
+                if buffer._version != version:  # the others may be saved for the backward of the inference
+                    buffer.copy_(value)
+        return result
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g * ctx.factor, None
-
-
-def tokens_per_step(job_config: JobConfig, parallel_dims: ParallelDims) -> int:
-    """Labels that one optimizer step counts, over all ranks and micro-batches: every one, in packed data."""
-    training = job_config.training
-    ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
-    batch = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * ranks
-    return batch * training.seq_len
+    return prepared
 
 
-def build_loss(
-    job_config: JobConfig, parallel_dims: ParallelDims, **kwargs: object
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """`build_loss_fn` of a train spec: torchtitan's cross entropy, its gradient per token under a pipeline too."""
-    loss = build_cross_entropy_loss(job_config)
-    if not parallel_dims.pp_enabled:
-        return loss
-    factor = 1 / tokens_per_step(job_config, parallel_dims)
-    return lambda pred, labels: _ScaledGradient.apply(loss(pred, labels), factor)
+def _stages(schedule: Any) -> list[PipelineStage]:
+    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def pipeline(*args: Any, **kwargs: Any) -> tuple[Any, list[nn.Module], bool, bool]:
+    """`pipelining_fn` of a train spec: torchtitan's `pipeline_llm`; its shape inference leaves no trace in buffers."""
+    schedule, parts, has_first, has_last = pipeline_llm(*args, **kwargs)
+    for stage in _stages(schedule):
+        for name in PREPARATIONS:
+            if prepare := getattr(stage, name, None):
+                setattr(stage, name, _keeping_buffers(prepare, stage.submod))
+    return schedule, parts, has_first, has_last

@@ -11,6 +11,7 @@ from torchtitan.protocols import train_spec as train_specs
 import converters.expert_mlp
 import converters.expert_weight  # noqa: F401  (both define ops)
 from converters.registry import install
+from parallel.parallelize import let_expert_parallelism_stand_alone
 from recipes.datasets import register_datasets
 from recipes.job_config import DataConfig
 from recipes.models import llama4, mixtral
@@ -23,6 +24,7 @@ SPECS = {"llama4": llama4.train_spec, "mixtral": mixtral.train_spec}
 def register() -> None:
     """Converters, train specs and datasets. A model that is already registered, by us or by the user, stays."""
     install()
+    let_expert_parallelism_stand_alone()
     for name, make in SPECS.items():
         if name not in train_specs._extra_train_specs:
             train_specs.register_train_spec(name, make())

@@ -9,7 +9,9 @@ from torchtitan.models.llama4 import TransformerModelArgs, get_train_spec, llama
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
-from parallel.pipeline import build_loss
+from parallel.loss import build_loss
+from parallel.parallelize import parallelize
+from parallel.pipeline import pipeline
 from recipes.datasets import build_dataloader
 from recipes.models.tokenizer import checked_tokenizer
 from recipes.reporting import build_metrics_processor
@@ -43,6 +45,8 @@ def train_spec() -> TrainSpec:
     return dataclasses.replace(
         spec,
         model_args=flavors,
+        parallelize_fn=parallelize,
+        pipelining_fn=pipeline,
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=checked_tokenizer(flavors),
         build_loss_fn=build_loss,

@@ -9,11 +9,11 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.llama4.infra.parallelize import parallelize_llama
 from torchtitan.protocols.train_spec import TrainSpec
 
-from parallel.pipeline import build_loss, tokens_per_step
+from parallel.loss import build_loss, tokens_per_step
+from parallel.parallelize import parallelize as parallelize_moe
+from parallel.pipeline import pipeline
 from recipes.datasets import build_dataloader
 from recipes.final_evaluation import build_validator
 from recipes.models.mixtral.adapter import MixtralAdapter
@@ -56,12 +56,12 @@ FLAVORS: Mapping[str, MixtralModelArgs] = {
 
 
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """torchtitan's plan for Llama4, whose module names Mixtral shares; tells the auxiliary loss the size of a step."""
+    """The plan for Llama4, whose module names Mixtral shares; tells the auxiliary loss the size of a step."""
     group = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
     tokens = tokens_per_step(job_config, parallel_dims)
     for moe in balanced_moes(model):
         moe.balance = replace(moe.balance, tokens_per_step=tokens, sequence_group=group)
-    return parallelize_llama(model, parallel_dims, job_config)
+    return parallelize_moe(model, parallel_dims, job_config)
 
 
 def train_spec() -> TrainSpec:
@@ -71,7 +71,7 @@ def train_spec() -> TrainSpec:
         model_cls=Mixtral,
         model_args=flavors,
         parallelize_fn=parallelize,
-        pipelining_fn=pipeline_llm,
+        pipelining_fn=pipeline,
         build_optimizers_fn=build_optimizers_with_moe_load_balancing,
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=build_dataloader,

@@ -1,0 +1,69 @@
+"""In which order is a model made parallel, and what does torchtitan 0.2.2 leave to put right around its own plan?
+
+    converters   on the meta device (the trainer)
+    this file    refuses layouts that would fail later, on one rank or in a kernel
+    torchtitan   TP -> EP -> context parallelism -> recomputation -> compile -> FSDP2, HSDP or DDP  (parallelize_llama)
+    this file    gradients of an MoE whose expert parallelism borrows the ranks of tensor parallelism
+    to_empty, init_weights, optimizer, checkpoint (the trainer)
+
+With TP and `expert_tensor_parallel_degree` 1 each TP rank routes its share of the tokens to the experts. So what comes
+back through the routed path, to the input and to the router's scores, is the gradient of that share; torchtitan takes
+it for the gradient of all tokens, and every rank drops the others'. In a small model the grad norm reads 1.755 where
+it is 1.830. Later releases mark both as partial sums (NoParallel's `local_output_grad_placements`); here hooks do.
+"""
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama4.infra.parallelize import parallelize_llama
+from torchtitan.models.moe import MoE
+
+from parallel.loss import scaled_gradient
+
+
+def partial_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """x, the same on all ranks of `mesh`; its gradient is the sum of the ranks' gradients."""
+    return DTensor.from_local(x, mesh, (Replicate(),), run_check=False).to_local(grad_placements=(Partial(),))
+
+
+def _sum_gradients_of_routed_tokens(moe: MoE, tp_mesh: DeviceMesh) -> None:
+    """The routed path's gradients are summed over `tp_mesh`; the other paths', the same on all ranks, are averaged."""
+    share = 1 / tp_mesh.size()
+    average = lambda module, args: (scaled_gradient(args[0], share), *args[1:])  # noqa: E731
+    moe.register_forward_pre_hook(lambda module, args: (partial_gradient(args[0], tp_mesh), *args[1:]))
+    moe.router.register_forward_hook(lambda module, args, out: (partial_gradient(out[0], tp_mesh), *out[1:]))
+    # The gate, not the router: an auxiliary loss may call it too. Before torchtitan's hook makes a DTensor of its
+    # input.
+    moe.router.gate.register_forward_pre_hook(average, prepend=True)
+    if moe.shared_experts is not None:
+        moe.shared_experts.register_forward_pre_hook(average, prepend=True)
+
+
+def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    """`parallelize_fn` of a train spec: torchtitan's plan for Llama4 and models with its module names, put right."""
+    model = parallelize_llama(model, parallel_dims, job_config)
+    if parallel_dims.tp_enabled and parallel_dims.ep_enabled and not parallel_dims.etp_enabled:
+        for module in model.modules():
+            if isinstance(module, MoE):
+                _sum_gradients_of_routed_tokens(module, parallel_dims.get_mesh("tp"))
+    return model
+
+
+def let_expert_parallelism_stand_alone() -> None:
+    """Teaches torchtitan's meshes that expert parallelism needs an FSDP axis even if it has one rank. Idempotent.
+
+    `parallelize_llama` wraps a model with EP in FSDP2 whatever the data-parallel degree, and asks for the mesh axis
+    "fsdp", which torchtitan makes from two ranks on (as it does not for "efsdp"): TP 8 with EP 8 on one host fails for
+    want of it.
+    """
+    exists = ParallelDims._mesh_exist
+    if getattr(exists, "with_fsdp", False):
+        return
+
+    def mesh_exist(self: ParallelDims, name: str, degree: int) -> bool:
+        return exists(self, name, degree) or (name == "fsdp" and self.ep > 1)
+
+    mesh_exist.with_fsdp = True
+    ParallelDims._mesh_exist = mesh_exist
