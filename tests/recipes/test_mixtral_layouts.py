@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
+from parallel.parallelize import let_expert_parallelism_stand_alone
 from recipes.models import mixtral
 from recipes.models.mixtral.args import MixtralModelArgs, mixtral_moe
 from recipes.models.mixtral.balance import Balance, balance_loss, balanced_moes
@@ -39,6 +40,7 @@ class Layout:
     """A way to cut a step of B sequences over two ranks."""
 
     dp_shard: int = 1
+    tp: int = 1
     pp: int = 1
     ep: int = 1
     schedule: str = ""
@@ -48,6 +50,8 @@ class Layout:
 LAYOUTS = {
     "fsdp": Layout(dp_shard=2),
     "fsdp_ep_recompute": Layout(dp_shard=2, ep=2, recompute=True),
+    "tp": Layout(tp=2),
+    "tp_ep": Layout(tp=2, ep=2),
     "pp_1f1b": Layout(pp=2, schedule="1F1B"),
     # Zero bubble computes weight gradients apart from input gradients: an attached loss must reach both.
     "pp_zero_bubble": Layout(pp=2, schedule="InterleavedZeroBubble"),
@@ -89,6 +93,7 @@ def job(layout: Layout) -> JobConfig:
     config.training.seq_len, config.training.global_batch_size = S, B
     config.training.local_batch_size = B // layout.dp_shard
     config.training.mixed_precision_param = "float32"
+    config.parallelism.disable_loss_parallel = True
     config.parallelism.pipeline_parallel_degree = layout.pp
     config.parallelism.pipeline_parallel_schedule = layout.schedule
     config.parallelism.pipeline_parallel_microbatch_size = 1
@@ -112,7 +117,7 @@ def build(layout: Layout, dims: ParallelDims) -> tuple[list[nn.Module], Callable
         step = lambda: schedule.step(*([x] if first else []), **labels)  # noqa: E731
     else:
         parts = [mixtral.parallelize(model, dims, config)]
-        rank = dims.get_mesh("batch").get_local_rank()
+        rank = dims.get_mesh("batch").get_local_rank() if layout.dp_shard > 1 else 0
         x, y = x.chunk(layout.dp_shard)[rank], y.chunk(layout.dp_shard)[rank]
         step = lambda: mean_loss(parts[0](x), y).backward()  # noqa: E731
     for part in parts:
@@ -126,8 +131,8 @@ def build(layout: Layout, dims: ParallelDims) -> tuple[list[nn.Module], Callable
 
 def gradients(layout: Layout) -> dict[str, Tensor]:
     """Whole gradients of one step, of the parameters that this rank has."""
-    sizes = {"dp_replicate": 1, "cp": 1, "tp": 1, "etp": 1}
-    dims = ParallelDims(dp_shard=layout.dp_shard, pp=layout.pp, ep=layout.ep, world_size=2, **sizes)
+    degrees = {"dp_shard": layout.dp_shard, "tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
+    dims = ParallelDims(**degrees, dp_replicate=1, cp=1, etp=1, world_size=2)
     dims.build_mesh()
     parts, step = build(layout, dims)
     step()
@@ -143,6 +148,7 @@ def worst(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> float:
 
 @distributed(2)
 def test_gradients_are_the_same_on_two_ranks() -> None:
+    let_expert_parallelism_stand_alone()
     halves_of_a_sequence_count_together()
     expected = plain_gradients()
     errors = {name: worst(expected, gradients(layout)) for name, layout in LAYOUTS.items()}

@@ -1,4 +1,4 @@
-"""torchtitan's llama4, with a flavor that a laptop trains and our builders. The model is torchtitan's own class."""
+"""torchtitan's llama4, with a flavor that a laptop trains, attention as published where asked for, and our builders."""
 
 import copy
 import dataclasses
@@ -13,6 +13,9 @@ from parallel.loss import build_loss
 from parallel.parallelize import parallelize
 from parallel.pipeline import pipeline
 from recipes.datasets import build_dataloader
+from recipes.models.llama4.adapter import Llama4Adapter
+from recipes.models.llama4.attention import Llama4
+from recipes.models.llama4.published import PUBLISHED
 from recipes.models.tokenizer import checked_tokenizer
 from recipes.reporting import build_metrics_processor
 from recipes.validation import build_validator
@@ -41,9 +44,10 @@ FLAVORS: Mapping[str, TransformerModelArgs] = MappingProxyType(
 def train_spec() -> TrainSpec:
     """torchtitan's spec with its flavors and ours; a copy, because a run writes into the arguments of its flavor."""
     spec = get_train_spec()
-    flavors = copy.deepcopy({**spec.model_args, **FLAVORS})
+    flavors = copy.deepcopy({**spec.model_args, **PUBLISHED, **FLAVORS})
     return dataclasses.replace(
         spec,
+        model_cls=Llama4,
         model_args=flavors,
         parallelize_fn=parallelize,
         pipelining_fn=pipeline,
@@ -52,4 +56,5 @@ def train_spec() -> TrainSpec:
         build_loss_fn=build_loss,
         build_validator_fn=build_validator,
         build_metrics_processor_fn=build_metrics_processor,
+        state_dict_adapter=Llama4Adapter,
     )

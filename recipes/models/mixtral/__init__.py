@@ -13,6 +13,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 from parallel.loss import build_loss, tokens_per_step
 from parallel.parallelize import parallelize as parallelize_moe
+from parallel.parallelize import partial_gradient
 from parallel.pipeline import pipeline
 from recipes.datasets import build_dataloader
 from recipes.final_evaluation import build_validator
@@ -56,12 +57,22 @@ FLAVORS: Mapping[str, MixtralModelArgs] = {
 
 
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """The plan for Llama4, whose module names Mixtral shares; tells the auxiliary loss the size of a step."""
+    """The plan for Llama4, whose module names Mixtral shares; tells the auxiliary loss the size of a step.
+
+    Under tensor parallelism a rank's experts give partial sums, which Mixtral multiplies by the router's scores. So a
+    rank has a part of the scores' gradient, and torchtitan takes it for the whole: each rank's router goes its own way.
+    It is summed here; where expert parallelism borrows the ranks, `parallelize_moe` has done so.
+    """
     group = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
     tokens = tokens_per_step(job_config, parallel_dims)
     for moe in balanced_moes(model):
         moe.balance = replace(moe.balance, tokens_per_step=tokens, sequence_group=group)
-    return parallelize_moe(model, parallel_dims, job_config)
+    model = parallelize_moe(model, parallel_dims, job_config)
+    if parallel_dims.tp_enabled and not (parallel_dims.ep_enabled and not parallel_dims.etp_enabled):
+        mesh = parallel_dims.get_mesh("tp")
+        for block in model.layers.values():
+            block.moe.router.register_forward_hook(lambda _, args, out: (partial_gradient(out[0], mesh), *out[1:]))
+    return model
 
 
 def train_spec() -> TrainSpec:
