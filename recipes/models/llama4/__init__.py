@@ -23,11 +23,11 @@ from recipes.validation import build_validator
 # Every GEMM dimension is a multiple of 16, which FP8 needs, and every layer is a mixture of experts, as in 17bx16e.
 FLAVORS: Mapping[str, TransformerModelArgs] = MappingProxyType(
     {
-        # D = 256, H = 352, E = 8 and a shared expert: 6.4 M parameters, 2.6 M of them active in a token.
+        # D = 128, H = 176, E = 8 and a shared expert: 1.9 M parameters, 0.9 M of them active in a token.
         "debug": TransformerModelArgs(
-            dim=256,
+            dim=128,
             n_layers=2,
-            n_heads=8,
+            n_heads=4,
             vocab_size=2048,
             multiple_of=16,
             rope_theta=500_000,
