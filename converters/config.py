@@ -15,6 +15,7 @@ Wgrad = Literal["fp8", "fp8_columns", "bf16"]
 Accumulate = Literal["fast", "precise"]
 Toggle = Literal["auto", "on", "off"]
 Experts = Literal["grouped", "sequential"]
+BelowBreakEven = Literal["warn", "bf16"]
 
 CHOICES = {
     "experts": Experts,
@@ -24,6 +25,7 @@ CHOICES = {
     "accumulate": Accumulate,
     "fsdp_fp8_all_gather": Toggle,
     "ep_fp8_dispatch": Toggle,
+    "below_break_even": BelowBreakEven,
 }
 
 # SQNR in dB that a recipe must reach against float64 on normal inputs (weights std 0.02), per output and gradient.
@@ -125,6 +127,12 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
     """
     Expert parallelism with FP8 rows and their scales in one all-to-all, half the bytes; what comes back stays in high
     precision. auto: on with the hopper backend. Needs a weight gradient from FP8 (tokenwise with wgrad = "fp8").
+    """
+
+    below_break_even: BelowBreakEven = "warn"
+    """
+    Experts that will get too few rows at a time for FP8 to be faster, by the job's batch and the measured table
+    (hopper backend only). warn: one sentence at start. bf16: that, and they stay in BF16.
     """
 
     cache: bool = True

@@ -23,13 +23,21 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts
 
+from converters.break_even import RESULTS, Workload, below_break_even, load_measured, workload
 from converters.capability import dispatches_fp8, resolve, torchao_problem
 from converters.config import FP8GroupedExpertsConfig, Numerics
 from converters.dispatched_mlp import dispatched_mlp
 from converters.expert_mlp import expert_mlp
 from converters.expert_weight import FP8ExpertWeight
 from converters.gathered_weight import quantize_shards
-from converters.selection import ConversionReport, ConvertedWeight, check_alignment, select, stacked_weights
+from converters.selection import (
+    ConversionReport,
+    ConvertedWeight,
+    SkippedModule,
+    check_alignment,
+    select,
+    stacked_weights,
+)
 from converters.sequential_experts import run_sequentially
 from parallel.checkpoint import wrap_parameters
 from parallel.expert_parallel import dispatches_itself, let_experts_dispatch, plan
@@ -100,14 +108,35 @@ def convert_module(module: nn.Module, numerics: Numerics, ep_dispatch: bool = Fa
     module.extra_repr = types.MethodType(lambda self: describe, module)
 
 
-def convert(model: nn.Module, config: FP8GroupedExpertsConfig) -> ConversionReport:
+def _too_slow(
+    model: nn.Module, chosen: dict[str, nn.Module], config: FP8GroupedExpertsConfig, work: Workload
+) -> list[SkippedModule]:
+    """Says which modules FP8 will slow down; returns those that are to stay in BF16 for that."""
+    measured, keep = load_measured(), config.below_break_even == "bf16"
+    if keep and not measured:
+        logger.warning("%s: below_break_even = 'bf16' keeps nothing in BF16, since %s is missing.", NAME, RESULTS)
+    slow = below_break_even(model, chosen, work, measured, config.cache)
+    for reason in dict.fromkeys(slow.values()):
+        names = [fqn for fqn, why in slow.items() if why == reason]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        remedy = "kept in BF16" if keep else "train with more tokens at a time, or set below_break_even = 'bf16'"
+        logger.warning("%s: %s%s will get %s (%s): %s.", NAME, names[0], more, reason, RESULTS.name, remedy)
+    return [SkippedModule(fqn, f"below break-even: {why}") for fqn, why in slow.items() if keep]
+
+
+def convert(model: nn.Module, config: FP8GroupedExpertsConfig, work: Workload | None = None) -> ConversionReport:
     """Converts the routed experts of `model` that `config` selects, in place, and records what it did.
+
+    work: what the job sends through them, to say or to leave out where FP8 will be slower (hopper backend).
 
     Raises:
         ValueError: nothing matches, a shape is not supported, or the backend cannot run here.
     """
     numerics = resolve(config)
     chosen, skipped = select(model, config)
+    if work is not None and numerics.backend == "hopper" and config.experts == "grouped":
+        slow = _too_slow(model, chosen, config, work)
+        skipped, chosen = skipped + slow, {f: m for f, m in chosen.items() if f not in {s.fqn for s in slow}}
     if ep_dispatch := dispatches_fp8(config, numerics):
         let_experts_dispatch()
     converted = []
@@ -140,6 +169,7 @@ class FP8GroupedExpertsConverter:
                 "--job.custom_config_module=recipes.job_config (or job.custom_config_module in the TOML)."
             )
         self.config: FP8GroupedExpertsConfig = job_config.fp8.grouped_experts
+        self.workload = workload(job_config, parallel_dims)
 
     @staticmethod
     def unavailable_reason() -> str | None:
@@ -148,7 +178,7 @@ class FP8GroupedExpertsConverter:
 
     def convert(self, model: nn.Module) -> None:
         """Converts `model` in place. Called on the meta device, before any parallelism."""
-        logger.info(convert(model, self.config).summary())
+        logger.info(convert(model, self.config, self.workload).summary())
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Quantizes the FSDP2 shards for the next step: one all-reduce of the maxima of all experts."""

@@ -23,6 +23,7 @@ WRONG = [
     ("experts", "loop", "choose one of 'grouped', 'sequential'"),
     ("ep_fp8_dispatch", True, "choose one of 'auto', 'on', 'off'"),
     ("fsdp_fp8_all_gather", "fp8", "choose one of 'auto', 'on', 'off'"),
+    ("below_break_even", "fp8", "choose one of 'warn', 'bf16'"),
     ("skip_first_layers", -1, "must be a whole number of layers, 0 or more"),
     ("skip_first_layers", 1.5, "must be a whole number of layers"),
     ("skip_first_layers", True, "must be a whole number of layers"),
@@ -144,6 +145,7 @@ def test_every_option_can_be_set_in_both_ways(tmp_path: Path) -> None:
         "accumulate": "precise",
         "ep_fp8_dispatch": "off",
         "fsdp_fp8_all_gather": "off",
+        "below_break_even": "bf16",
         "cache": False,
     }
     assert set(values) == {f.name for f in dataclasses.fields(FP8GroupedExpertsConfig)}
@@ -171,6 +173,7 @@ def test_docs_become_help(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
         "Leave the experts of the first N transformer layers in BF16",
         "Operands of the weight gradient",
         "fast: tensor-core accumulation over the whole contraction",
+        "Experts that will get too few rows at a time for FP8 to be faster",
         "Quantize a weight once per optimizer step",
     ):
         assert doc in shown, doc
