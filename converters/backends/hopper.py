@@ -1,8 +1,8 @@
 """FP8 experts on Hopper: Triton kernels under the functions of reference.py, same scales, same bytes.
 
 Nothing here waits for the host: group sizes stay on the device, every buffer has a size that M and E alone decide.
-Differences a caller sees: a WgradOperand is transposed and padded, SwiGLU's sigmoid rounds its own way (the last bit of a
-quantized value may differ), and the tensor core sums FP8 products to about 14 bits unless `accumulate` is "precise".
+Differences a caller sees: a WgradOperand is transposed and padded, SwiGLU's sigmoid rounds its own way (the last bit of
+a quantized value may differ), and the tensor core sums FP8 products to about 14 bits unless `accumulate` is "precise".
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from converters.backends.reference import QuantizedWeight
-from converters.kernels import cols, grouped, rows, swiglu, weights, wgrad_hp
+from converters.kernels import cols, grouped, joined, rows, swiglu, weights, wgrad_hp
 from converters.kernels import groups as tables
 
 
@@ -24,20 +24,21 @@ class Groups:
     M: int
     spans: Tensor
     tiles: Tensor
+    chunks: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class WgradOperand:
-    """One side of the weight gradient: q [D, P] E4M3, transposed and padded by group; scale [E, D]."""
+    """One side of the weight gradient: q [D, P] E4M3, transposed and padded by group; scale [E, D] bfloat16, exact."""
 
     q: Tensor
     scale: Tensor
 
 
 def groups(offs: Tensor, M: int) -> Groups:
-    """offs: int32 [E], ends of the groups. M: rows of the buffer, at least offs[-1]. One launch: make it once, pass it on."""
-    spans, tiles = tables.group_tables(offs, M)
-    return Groups(offs=offs, M=M, spans=spans, tiles=tiles)
+    """offs: int32 [E], ends of the groups. M: rows of the buffer, at least offs[-1]. One launch."""
+    spans, tiles, chunks = tables.group_tables(offs, M)
+    return Groups(offs=offs, M=M, spans=spans, tiles=tiles, chunks=chunks)
 
 
 def quantize_rows(x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -57,12 +58,14 @@ def dswiglu_rows(dh: Tensor, y13: Tensor) -> tuple[Tensor, Tensor]:
 
 def wgrad_operand(q: Tensor, scale: Tensor, groups: Groups) -> WgradOperand:
     """Row-scaled FP8 re-scaled to one scale an expert and column."""
-    return WgradOperand(**dict(zip(("q", "scale"), cols.quantize_columns(q, scale, groups.spans), strict=True)))
+    out, column_scale = cols.quantize_columns(q, scale, groups.spans, groups.chunks)
+    return WgradOperand(q=out, scale=column_scale)
 
 
 def wgrad_operand_hp(x: Tensor, groups: Groups) -> WgradOperand:
     """x [M, D] in high precision, quantized with one scale an expert and column."""
-    return WgradOperand(**dict(zip(("q", "scale"), cols.quantize_columns(x, None, groups.spans), strict=True)))
+    out, column_scale = cols.quantize_columns(x, None, groups.spans, groups.chunks)
+    return WgradOperand(q=out, scale=column_scale)
 
 
 def quantize_weight(
@@ -87,8 +90,23 @@ def quantize_weight(
     return QuantizedWeight(q=q, scale=scale, q_t=q_t, scale_t=scale)
 
 
+def join_weight(parts: list[Tensor], scale: Tensor, transposed: bool) -> QuantizedWeight:
+    """Parts E4M3 [E, N_i, K], one scale an expert, joined along N: q_t if transposed, else q; the other is empty."""
+    none = parts[0].new_empty(0)
+    if transposed:
+        return QuantizedWeight(q=none, scale=scale, q_t=joined.join_transposed(parts), scale_t=scale)
+    q = parts[0] if len(parts) == 1 else torch.cat([p.view(torch.uint8) for p in parts], dim=1).view(parts[0].dtype)
+    return QuantizedWeight(q=q, scale=scale, q_t=none, scale_t=scale)
+
+
 def gemm_rows(
-    q: Tensor, scale: Tensor, w_q: Tensor, w_scale: Tensor, groups: Groups, out_dtype: torch.dtype, accumulate: str = "fast"
+    q: Tensor,
+    scale: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    accumulate: str = "fast",
 ) -> Tensor:
     """q [M, K], scale [M], w_q [E, N, K], w_scale [E] -> y [M, N]; rows of nobody are zeros."""
     precise = accumulate == "precise"

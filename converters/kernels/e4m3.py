@@ -21,22 +21,35 @@ PACK_E4M3 = tl.constexpr("""{
 
 
 @triton.jit
-def to_e4m3(v):
-    """float32 -> E4M3, round to nearest even, saturating at 448; nan stays nan. One instruction for two elements.
-
-    Not `.to(tl.float8e4nv)`: on sm90 that goes through float16 and rounds twice (3.6), and Triton's interpreter truncates
-    and turns nan into 384 (3.9), so there the code is put together from bits.
-    """
-    if not INTERPRETED:
-        codes = tl.inline_asm_elementwise(PACK_E4M3, "=r,f,f,f,f", [v], dtype=tl.int8, is_pure=True, pack=4)
-        return codes.to(tl.float8e4nv, bitcast=True)
+def _code(v):
+    """The byte of `to_e4m3`, put together from bits, as int32."""
     bits = abs_bits(v)
     a = tl.minimum(bits, 0x43E00000)  # 448
     normal = ((a + 0x7FFFF + ((a >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = ((a.to(tl.float32, bitcast=True) * 512.0 + 8388608.0) - 8388608.0).to(tl.int32)
     code = tl.where(a < 0x3C800000, subnormal, normal)  # 2**-6, the smallest normal
-    code = tl.where(bits > 0x7F800000, 0x7F, code) | ((v.to(tl.int32, bitcast=True) >> 31) & 1) << 7
-    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return tl.where(bits > 0x7F800000, 0x7F, code) | ((v.to(tl.int32, bitcast=True) >> 31) & 1) << 7
+
+
+@triton.jit
+def to_e4m3(v):
+    """float32 -> E4M3, round to nearest even, saturating at 448; nan stays nan. One instruction for two elements.
+
+    Not `.to(tl.float8e4nv)`: with Triton 3.6 it gave float32 weights other bytes than torch's cast, and Triton's
+    interpreter truncates and turns nan into 384 (3.9), so there the code is put together from bits.
+    """
+    if not INTERPRETED:
+        codes = tl.inline_asm_elementwise(PACK_E4M3, "=r,f,f,f,f", [v], dtype=tl.int8, is_pure=True, pack=4)
+        return codes.to(tl.float8e4nv, bitcast=True)
+    return _code(v).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def pack_e4m3(a, b, c, d):
+    """Four float32 -> four E4M3 in an int32, a lowest: four rows of a column become a word of a transposed row."""
+    if not INTERPRETED:
+        return tl.inline_asm_elementwise(PACK_E4M3, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    return _code(a) | (_code(b) << 8) | (_code(c) << 16) | (_code(d) << 24)
 
 
 @triton.jit

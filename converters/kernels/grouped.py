@@ -1,24 +1,52 @@
 """The grouped GEMMs as torch operators: descriptors, tile choice and launch of gemm.py's kernels."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from converters.kernels.gemm import rows_kernel, wgrad_kernel
-from converters.kernels.tiles import BK, BM, programs, rows_tile, wgrad_tile
+from converters.kernels.gemm_rows import rows_kernel
+from converters.kernels.gemm_wgrad import wgrad_kernel
+from converters.kernels.ops import operator
+from converters.kernels.tiles import BK, ROWS, programs, rows_tile, wgrad_tile
+
+
+@cache
+def _layout(itemsize: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * itemsize, rank=2)
 
 
 def _descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """How TMA sees t, flattened to two dims: boxes of rows x columns, 128-byte swizzled in shared memory."""
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * t.itemsize, rank=2)
     width = t.shape[-1]
-    return TensorDescriptor(t, [t.numel() // width, width], [width, 1], [rows, columns], layout)
+    return TensorDescriptor(t, [t.numel() // width, width], [width, 1], [rows, columns], _layout(t.itemsize))
 
 
-@torch.library.custom_op("titan_moe_fp8::gemm_rows", mutates_args=())
+def _empty_gemm_rows(
+    q: Tensor,
+    scale: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    spans: Tensor,
+    tiles: Tensor,
+    out_dtype: torch.dtype,
+    precise: bool,
+) -> Tensor:
+    return q.new_empty((q.shape[0], w_q.shape[1]), dtype=out_dtype)
+
+
+@operator(_empty_gemm_rows)
 def gemm_rows(
-    q: Tensor, scale: Tensor, w_q: Tensor, w_scale: Tensor, spans: Tensor, tiles: Tensor, out_dtype: torch.dtype, precise: bool
+    q: Tensor,
+    scale: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    spans: Tensor,
+    tiles: Tensor,
+    out_dtype: torch.dtype,
+    precise: bool,
 ) -> Tensor:
     """q [M, K], scale [M], w_q [E, N, K], w_scale [E] -> y [M, N] = (q * scale) @ (w_q[e] * w_scale[e])^T.
 
@@ -30,26 +58,42 @@ def gemm_rows(
         return y
     tile = rows_tile(M, N, K, E, y.itemsize, precise)
     rows_kernel[(programs(q.device),)](
-        _descriptor(q, BM // 2, BK), _descriptor(w_q, tile.bn, BK), _descriptor(y, BM // 2, tile.bn // 2),
+        _descriptor(q, ROWS, BK), _descriptor(w_q, tile.bn, BK), _descriptor(y, ROWS, tile.bn // tile.pieces),
         y, scale, w_scale, spans, tiles, E, N, K, tile.order,
-        BM=BM, BN=tile.bn, BK=BK, STAGES=tile.stages, OUT_BUFS=tile.out_bufs, PROGRAMS=programs(q.device),
+        BN=tile.bn, BK=BK, STAGES=tile.stages, PIECES=tile.pieces, PROGRAMS=programs(q.device),
         PRECISE=precise, num_warps=4,
     )  # fmt: skip
     return y
 
 
-@gemm_rows.register_fake
-def _empty_gemm_rows(
-    q: Tensor, scale: Tensor, w_q: Tensor, w_scale: Tensor, spans: Tensor, tiles: Tensor, out_dtype: torch.dtype, precise: bool
+def _empty_gemm_wgrad(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    spans: Tensor,
+    M: int,
+    parts: int,
+    out_dtype: torch.dtype,
+    precise: bool,
 ) -> Tensor:
-    return q.new_empty((q.shape[0], w_q.shape[1]), dtype=out_dtype)
+    E = spans.shape[0] - 1
+    return a.new_empty((parts, E, a.shape[0] // parts, b.shape[0]), dtype=out_dtype)
 
 
-@torch.library.custom_op("titan_moe_fp8::gemm_wgrad", mutates_args=())
+@operator(_empty_gemm_wgrad)
 def gemm_wgrad(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, spans: Tensor, M: int, parts: int, out_dtype: torch.dtype, precise: bool
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    spans: Tensor,
+    M: int,
+    parts: int,
+    out_dtype: torch.dtype,
+    precise: bool,
 ) -> Tensor:
-    """a [N, P], a_scale [E, N], b [K, P], b_scale [E, K] -> dw [parts, E, N / parts, K], the contraction over P by group.
+    """a [N, P], a_scale [E, N], b [K, P], b_scale [E, K] -> dw [parts, E, N / parts, K].
 
     parts: 2 keeps the gradients of w1 and w3, one GEMM, two contiguous tensors: autograd would copy anything else.
     M: rows before padding, for the choice of a tile. An expert without rows gets zeros.
@@ -60,17 +104,9 @@ def gemm_wgrad(
         return dw.zero_()
     tile = wgrad_tile(M, NP * parts, K, E, dw.itemsize, precise)
     wgrad_kernel[(programs(a.device),)](
-        _descriptor(a, BM, BK), _descriptor(b, tile.bn, BK), _descriptor(dw, BM // 2, tile.bn // 2),
+        _descriptor(a, ROWS, BK), _descriptor(b, tile.bn, BK), _descriptor(dw, ROWS, tile.bn // tile.pieces),
         dw, a_scale, b_scale, spans, E, NP, K, tile.order, PARTS=parts,
-        BM=BM, BN=tile.bn, BK=BK, STAGES=tile.stages, OUT_BUFS=tile.out_bufs, PROGRAMS=programs(a.device),
+        BN=tile.bn, BK=BK, STAGES=tile.stages, PIECES=tile.pieces, PROGRAMS=programs(a.device),
         PRECISE=precise, num_warps=4,
     )  # fmt: skip
     return dw
-
-
-@gemm_wgrad.register_fake
-def _empty_gemm_wgrad(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, spans: Tensor, M: int, parts: int, out_dtype: torch.dtype, precise: bool
-) -> Tensor:
-    E = spans.shape[0] - 1
-    return a.new_empty((parts, E, a.shape[0] // parts, b.shape[0]), dtype=out_dtype)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from converters.kernels.e4m3 import abs_bits, pow2_scale, to_e4m3
+from converters.kernels.ops import operator
 
 MAX_BLOCK = 16384  # columns a program holds in registers; longer rows are read twice, the second time from L2
 
@@ -40,7 +41,12 @@ def _rows_kernel(x, index, q, scale, D, stride, GATHER: tl.constexpr, ONE_BLOCK:
             tl.store(q + r * D + c0 + c, to_e4m3(w), mask=c0 + c < D)
 
 
-@torch.library.custom_op("titan_moe_fp8::quantize_rows", mutates_args=())
+def _empty_rows(x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    M = x.shape[0] if index is None else index.shape[0]
+    return x.new_empty((M, x.shape[1]), dtype=torch.float8_e4m3fn), x.new_empty(M, dtype=torch.float32)
+
+
+@operator(_empty_rows)
 def quantize_rows(x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [R, D], any float dtype -> q [M, D] E4M3, scale [M] float32.
 
@@ -56,9 +62,3 @@ def quantize_rows(x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tenso
             num_warps=8 if block <= 8192 else 16,
         )  # fmt: skip
     return q, scale
-
-
-@quantize_rows.register_fake
-def _empty_rows(x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    M = x.shape[0] if index is None else index.shape[0]
-    return x.new_empty((M, x.shape[1]), dtype=torch.float8_e4m3fn), x.new_empty(M, dtype=torch.float32)

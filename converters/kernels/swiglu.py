@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from converters.kernels.e4m3 import abs_bits, pow2_scale, to_e4m3
+from converters.kernels.ops import operator
 
 
 @triton.jit
@@ -44,7 +45,12 @@ def _dswiglu_kernel(dh, y13, q, scale, H, BLOCK: tl.constexpr):
     tl.store(scale + r, s)
 
 
-@torch.library.custom_op("titan_moe_fp8::swiglu_rows", mutates_args=())
+def _empty_swiglu(y13: Tensor) -> tuple[Tensor, Tensor]:
+    M, H2 = y13.shape
+    return y13.new_empty((M, H2 // 2), dtype=torch.float8_e4m3fn), y13.new_empty(M, dtype=torch.float32)
+
+
+@operator(_empty_swiglu)
 def swiglu_rows(y13: Tensor) -> tuple[Tensor, Tensor]:
     """y13 [M, 2H] -> q [M, H] E4M3, scale [M] float32: silu(left half) * right half in float32, quantized by row."""
     q, scale = _empty_swiglu(y13)
@@ -55,13 +61,11 @@ def swiglu_rows(y13: Tensor) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-@swiglu_rows.register_fake
-def _empty_swiglu(y13: Tensor) -> tuple[Tensor, Tensor]:
-    M, H2 = y13.shape
-    return y13.new_empty((M, H2 // 2), dtype=torch.float8_e4m3fn), y13.new_empty(M, dtype=torch.float32)
+def _empty_dswiglu(dh: Tensor, y13: Tensor) -> tuple[Tensor, Tensor]:
+    return y13.new_empty(y13.shape, dtype=torch.float8_e4m3fn), y13.new_empty(y13.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("titan_moe_fp8::dswiglu_rows", mutates_args=())
+@operator(_empty_dswiglu)
 def dswiglu_rows(dh: Tensor, y13: Tensor) -> tuple[Tensor, Tensor]:
     """dh [M, H], y13 [M, 2H] -> q [M, 2H] E4M3, scale [M]: gradient of SwiGLU, one scale over both halves of a row."""
     q, scale = _empty_dswiglu(dh, y13)
@@ -69,8 +73,3 @@ def dswiglu_rows(dh: Tensor, y13: Tensor) -> tuple[Tensor, Tensor]:
     if M:
         _dswiglu_kernel[(M,)](dh, y13, q, scale, H, BLOCK=triton.next_power_of_2(H), num_warps=16)
     return q, scale
-
-
-@dswiglu_rows.register_fake
-def _empty_dswiglu(dh: Tensor, y13: Tensor) -> tuple[Tensor, Tensor]:
-    return y13.new_empty(y13.shape, dtype=torch.float8_e4m3fn), y13.new_empty(y13.shape[0], dtype=torch.float32)

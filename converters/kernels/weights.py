@@ -1,8 +1,8 @@
 """Weight quantization into both layouts: q [E, N, K] for the forward and q_t [E, K, N] for the input gradient.
 
-One scale an expert, so q and q_t hold the same bytes. Several weights are written into one buffer, joined along N: w1 and
-w3 become W13 without a copy. The weights change little in an optimizer step and a power-of-two scale hardly ever, so the
-last scale is carried:
+One scale an expert, so q and q_t hold the same bytes. Several weights are written into one buffer, joined along N: w1
+and w3 become W13 without a copy. The weights change little in an optimizer step and a power-of-two scale hardly ever,
+so the last scale is carried:
 
     cold      amax pass, cast pass                                        6 bytes an element of BF16
     carried   cast pass with the carried scale, true amax on the side     4 bytes
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from converters.kernels.e4m3 import abs_bits, pow2_scale, raise_amax, reciprocal, to_e4m3
+from converters.kernels.ops import operator
 
 CHUNK, BLOCK = 1 << 16, 8192  # elements a program of the amax pass reads, in steps of
 BN, BK = 64, 128  # tile of the cast: 0.79 ms for 16 x 8192 x 5120 BF16 on an H200, 0.62 is the floor at 4.3 TB/s
@@ -113,7 +114,18 @@ def _launch_carried(ws: Sequence[Tensor], q: Tensor, q_t: Tensor, amax: Tensor, 
         offset += w.shape[1]
 
 
-@torch.library.custom_op("titan_moe_fp8::quantize_weight", mutates_args=())
+def _empty_weight(ws: Sequence[Tensor], carried: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    E, _, K = ws[0].shape
+    N = sum(w.shape[1] for w in ws)
+    like, dtype = ws[0], torch.float8_e4m3fn
+    return (
+        like.new_empty((E, N, K), dtype=dtype),
+        like.new_empty((E, K, N), dtype=dtype),
+        like.new_empty(E, dtype=torch.float32),
+    )
+
+
+@operator(_empty_weight)
 def quantize_weight(ws: Sequence[Tensor], carried: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """ws [E, N_i, K], any float dtype, joined along N -> q [E, N, K], q_t [E, K, N] E4M3, scale [E] float32.
 
@@ -127,11 +139,3 @@ def quantize_weight(ws: Sequence[Tensor], carried: Tensor | None = None) -> tupl
     else:
         _launch_carried(ws, q, q_t, amax, carried, scale)
     return q, q_t, scale
-
-
-@quantize_weight.register_fake
-def _empty_weight(ws: Sequence[Tensor], carried: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    E, _, K = ws[0].shape
-    N = sum(w.shape[1] for w in ws)
-    like, dtype = ws[0], torch.float8_e4m3fn
-    return like.new_empty((E, N, K), dtype=dtype), like.new_empty((E, K, N), dtype=dtype), like.new_empty(E, dtype=torch.float32)

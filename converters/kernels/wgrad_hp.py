@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from converters.kernels.ops import operator
+
 BN, BK, BT = 128, 128, 64  # output tile, tokens a step
 
 
@@ -25,16 +27,17 @@ def _wgrad_hp_kernel(a, b, dw, spans, N, K, BN: tl.constexpr, BK: tl.constexpr, 
     tl.store(to, acc.to(dw.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
-@torch.library.custom_op("titan_moe_fp8::gemm_wgrad_hp", mutates_args=())
+def _empty_wgrad_hp(a: Tensor, b: Tensor, spans: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return a.new_empty((spans.shape[0] - 1, a.shape[1], b.shape[1]), dtype=out_dtype)
+
+
+@operator(_empty_wgrad_hp)
 def gemm_wgrad_hp(a: Tensor, b: Tensor, spans: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a [M, N], b [M, K], same float dtype -> dw [E, N, K]: a_e^T @ b_e over the rows of each expert; none: zeros."""
     dw = _empty_wgrad_hp(a, b, spans, out_dtype)
     E, N, K = dw.shape
     grid = (triton.cdiv(N, BN) * triton.cdiv(K, BK), E)
-    _wgrad_hp_kernel[grid](a.contiguous(), b.contiguous(), dw, spans, N, K, BN=BN, BK=BK, BT=BT, num_warps=8, num_stages=3)
+    _wgrad_hp_kernel[grid](
+        a.contiguous(), b.contiguous(), dw, spans, N, K, BN=BN, BK=BK, BT=BT, num_warps=8, num_stages=3
+    )
     return dw
-
-
-@gemm_wgrad_hp.register_fake
-def _empty_wgrad_hp(a: Tensor, b: Tensor, spans: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return a.new_empty((spans.shape[0] - 1, a.shape[1], b.shape[1]), dtype=out_dtype)
