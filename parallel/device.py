@@ -14,6 +14,7 @@ torch finds one. It must run before the rest of torchtitan is imported, since th
 | FSDP2 reduces gradients with PREMUL_SUM, which gloo lacks       | plain sums (`set_force_sum_reduction_for_comms`) |
 | `torch.device("cpu:1")` for LOCAL_RANK=1 is no device           | every rank of the host uses "cpu:0"              |
 | a barrier with `device_ids` is refused by gloo                  | a barrier without                                |
+| rings of context parallelism know CUDA's attention kernels only | the CPU's too (cpu_attention.py)                 |
 """
 
 import functools
@@ -29,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch._utils import _get_available_device_type
 from torch.distributed.fsdp import FSDPModule
+
+from parallel.cpu_attention import let_rings_run_on_cpu
 
 
 class CPUDevice:
@@ -99,6 +102,7 @@ def _patch_torchtitan() -> None:
 
 def _patch_torch() -> None:
     torch.histc = _histc(torch.histc)
+    let_rings_run_on_cpu()
     set_factor, barrier = FSDPModule.set_gradient_divide_factor, dist.barrier
 
     @functools.wraps(set_factor)

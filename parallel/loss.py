@@ -64,4 +64,5 @@ def build_loss(
     factor = replicas_averaged(parallel_dims)
     if parallel_dims.pp_enabled:
         factor /= tokens_per_step(job_config, parallel_dims)
-    return loss if factor == 1 else lambda pred, labels: scaled_gradient(loss(pred, labels), factor)
+    # A clone: a zero-bubble schedule detaches the loss in place, which no view allows.
+    return loss if factor == 1 else lambda pred, labels: scaled_gradient(loss(pred, labels), factor).clone()
