@@ -3,24 +3,18 @@
 import json
 import logging
 import math
-import re
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
 from converters.selection import ConversionReport, ConvertedWeight, SkippedModule
-from parallel.device import prepare_device
 from recipes.finite import NonFiniteError
-from recipes.reporting import build_metrics_processor, conversion_reports, mfu_peak
+from recipes.reporting import conversion_reports, mfu_peak
 from recipes.runs import TAGS, read_run
+from tests.recipes.processors import STEPS, make_fixture, model, train_step  # noqa: F401
 
 CLIP = dist_utils.clip_grad_norm_
-STEPS = 6
 
 REPORT = ConversionReport(
     converter="fp8.grouped_experts",
@@ -36,63 +30,6 @@ REPORT = ConversionReport(
         SkippedModule("output", "linear layers: not routed experts"),
     ),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cpu() -> None:
-    prepare_device()
-
-
-@pytest.fixture
-def make(tmp_path, monkeypatch):
-    """Builds processors of a one-process run, as the trainer does, and closes them at the end."""
-    made = []
-
-    def build(rank: int = 0, **changes: object):
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-        config = JobConfig()
-        config.job.dump_folder = str(tmp_path / "run")
-        config.metrics.enable_tensorboard = True
-        config.metrics.log_freq = 2
-        config.training.steps = STEPS
-        config.debug.seed = 3
-        for dotted, value in changes.items():
-            section, key = dotted.split("__")
-            setattr(getattr(config, section), key, value)
-        dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
-        processor = build_metrics_processor(config, dims, None)
-        processor.num_flops_per_token = 1000
-        made.append(processor)
-        return processor
-
-    yield build
-    for processor in made:
-        processor.close()
-
-
-def model(*reports: ConversionReport) -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    if reports:
-        model.conversion_reports = list(reports)
-    return model
-
-
-def train_step(
-    processor, step: int, bad: float | None = None, loss: float | None = None, tokens: int = 64, zeros: int = 0
-) -> None:
-    """One step in torchtitan's order: backward, clip, (optimizer), should_log, log."""
-    part = processor.model_parts[0]
-    part.zero_grad()
-    y = part(torch.randn(3, 4))
-    y.backward(torch.randn_like(y))
-    part[0].weight.grad.view(-1)[:zeros] = 0
-    if bad is not None:
-        part[0].weight.grad[0, 0] = bad
-    norm = dist_utils.clip_grad_norm_(list(part.parameters()), 1.0, foreach=True)
-    processor.ntokens_since_last_log += tokens
-    processor.data_loading_times.append(0.0)
-    if processor.should_log(step):
-        processor.log(step, loss or 8.0 - step, loss or 8.0 - step, norm.item(), {"lr": 0.002 * step})
 
 
 def test_start_table_says_what_was_converted_and_what_not(make, capsys):
@@ -179,82 +116,6 @@ def test_end_table(make, capsys, tmp_path, monkeypatch):
     assert "MFU n/a (no known peak of this device)" in rows
     assert f"curves tensorboard --logdir {tmp_path / 'run' / 'tb'}" in rows
     assert f"compare python -m recipes.compare {tmp_path / 'run'} FP8_RUN" in rows
-
-
-def logged_lines(caplog) -> list[str]:
-    return [re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()) for record in caplog.records]
-
-
-def test_step_line_in_log_and_events(make, caplog, tmp_path, monkeypatch):
-    now = 0.0
-    processor = make(training__global_batch_size=24)
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    processor.model_parts = [model()]
-    with caplog.at_level(logging.INFO):
-        for step in range(1, 5):
-            now += 1
-            train_step(processor, step, zeros=step)
-    processor.close()
-    lines = logged_lines(caplog)
-    ours = [
-        "step:  1  ms/step: 1,000.0  samples: 24  lr: 2.000e-03  batch: 24  zero grads: 1 (3.33%)  "
-        "skipped: 0  non-finite: 0",
-        "step:  2  ms/step: 1,000.0  samples: 48  lr: 4.000e-03  batch: 24  zero grads: 2 (6.67%)  "
-        "skipped: 0  non-finite: 0",
-        "step:  4  ms/step: 1,000.0  samples: 96  lr: 8.000e-03  batch: 24  zero grads: 4 (13.33%)  "
-        "skipped: 0  non-finite: 0",
-    ]
-    steps = [i for i, line in enumerate(lines) if line.startswith("step:") and "tflops" in line]
-    assert [lines[i + 1] for i in steps] == ours
-    assert all(re.search(r"loss: +\d.*grad_norm:.*tflops: .*mfu", lines[i]) for i in steps)  # torchtitan's, intact
-    run = read_run(tmp_path / "run")
-    for tag, values in {
-        "time_metrics/elapsed_per_step(ms)": [1000, 1000, 1000],
-        "n_samples_seen": [24, 48, 96],
-        "global_batch_size": [24, 24, 24],
-        "zero_gradients": [1, 2, 4],
-        "skipped_steps": [0, 0, 0],
-        "non_finite_steps": [0, 0, 0],
-        "lr": [pytest.approx(0.002), pytest.approx(0.004), pytest.approx(0.008)],
-    }.items():
-        assert list(run.series(tag).values()) == values, tag
-
-
-def test_time_of_a_step_leaves_out_validation_and_counts_the_steps_after_it(make, caplog, monkeypatch):
-    now = 0.0
-    processor = make(metrics__log_freq=4)
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    processor.model_parts = [model()]
-    with caplog.at_level(logging.INFO):
-        for step in range(1, 9):
-            now += step  # step 3 takes three seconds
-            train_step(processor, step)
-            if step == 6:
-                now += 100
-                processor.log_validation(3.0, step)
-    times = [found[1] for line in logged_lines(caplog) if (found := re.search(r"ms/step: ([\d,.]+)", line))]
-    assert times == ["1,000.0", "3,000.0", "7,500.0"]  # 1; mean of 2, 3, 4; mean of 7, 8
-
-
-def test_a_resumed_run_counts_from_where_it_is(make, caplog):
-    processor = make()
-    processor.model_parts = [model()]
-    with caplog.at_level(logging.INFO):
-        train_step(processor, 4, zeros=3)
-    assert "samples: 32 " in caplog.text  # 4 steps of 8
-    assert "zero grads: 3 (10.00%)" in caplog.text
-
-
-def test_zeros_are_counted_at_logged_steps_only(make, monkeypatch):
-    counted = []
-    monkeypatch.setattr("recipes.finite.count_zeros", lambda grads, owns_plain: counted.append(1) or torch.zeros(2))
-    processor = make(metrics__log_freq=3)
-    processor.model_parts = [model()]
-    seen = []
-    for step in range(1, 7):
-        train_step(processor, step)
-        seen.append(len(counted))
-    assert seen == [1, 1, 2, 2, 2, 3]
 
 
 def test_a_run_that_never_logged_ends_cleanly(make, capsys):
