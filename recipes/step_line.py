@@ -21,8 +21,8 @@ class StepLine:
     """The second line of a logged step.
 
     elapsed_ms: mean of the steps since the last logged one or validation, so neither validation nor a short interval
-    (the first step, log_freq not dividing validation.freq) distorts it as it does torchtitan's end_to_end(s). The first also holds what comes
-    between building the model and step 1, such as reading the validation data or a checkpoint.
+    (the first step, log_freq not dividing validation.freq) distorts it as it does torchtitan's end_to_end(s). The first
+    also holds what comes between building the model and step 1: reading the validation data, or a checkpoint.
     samples: sequences of all steps so far, at this global batch size. learning_rate: the one this step was taken with.
     non_finite: loss or gradient norm is nan or inf; the run stops here, so no step is ever skipped.
     """

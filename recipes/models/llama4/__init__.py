@@ -13,12 +13,12 @@ from parallel.loss import build_loss
 from parallel.parallelize import parallelize
 from parallel.pipeline import pipeline
 from recipes.datasets import build_dataloader
+from recipes.final_evaluation import build_validator
 from recipes.models.llama4.adapter import Llama4Adapter
 from recipes.models.llama4.attention import Llama4
 from recipes.models.llama4.published import PUBLISHED
 from recipes.models.tokenizer import checked_tokenizer
 from recipes.reporting import build_metrics_processor
-from recipes.validation import build_validator
 
 # Every GEMM dimension is a multiple of 16, which FP8 needs, and every layer is a mixture of experts, as in 17bx16e.
 FLAVORS: Mapping[str, TransformerModelArgs] = MappingProxyType(
