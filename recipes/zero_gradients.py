@@ -1,8 +1,8 @@
 """How many elements of all gradients are exact zeros: Megatron's num_zeros.
 
 A dead expert, an FP8 underflow or a detached parameter shows here before it shows in the loss. Only steps that log are
-counted. The pass over 6.2 M gradients takes 5 ms on one CPU core, 0.3 % of a step of the debug model, so there is no
-switch for it.
+counted. On a CPU core that is 0.8 ms for a million gradients, 0.7 % of a logged step of the debug model; on a GPU one
+read of the gradients. So there is no switch for it.
 """
 
 from collections.abc import Iterable
