@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from transformers import Llama4ForCausalLM, MixtralForCausalLM
 
 from recipes.convert_hf import main as convert
 from recipes.models.hf.reader import INDEX
-from recipes.models.llama4.adapter import Llama4Adapter
+from recipes.models.llama4.adapter import Llama4Adapter, hidden_sizes
 from recipes.models.mixtral.adapter import MixtralAdapter
+from recipes.register import SPECS
 from tests.helpers import DEVICE
 from tests.recipes.hf_models import equal_bytes, gradients, load, pair
 from tests.recipes.tiny_models import PUBLISHED, llama4_args, mixtral_args
@@ -76,7 +78,9 @@ def test_each_part_of_the_published_attention_matters(left_out: str) -> None:
 def test_mixtral_is_read_in_every_layout(layout: str, tmp_path: Path) -> None:
     theirs, ours, adapter = pair(ARGS["mixtral"])
     load(ours, adapter, save(theirs, tmp_path, layout))
-    assert equal_bytes(adapter.from_hf(theirs.state_dict()), dict(ours.named_parameters()))
+    expected = dict(ours.named_parameters())
+    assert equal_bytes(adapter.from_hf(theirs.state_dict()), expected)
+    assert equal_bytes(adapter.from_hf(tensors_of(tmp_path)), expected)
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model."])
@@ -154,6 +158,21 @@ def test_config_of_the_same_mixtral_passes(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "rope" not in k} | window))
     adapter.get_hf_storage_reader(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flavor", "billions", "hidden"), [("scout", 107.8, (8192, None)), ("maverick", 400.7, (8192, 16384))]
+)
+def test_sizes_of_the_published_llama4(flavor: str, billions: float, hidden: tuple) -> None:
+    """Text only: 109 and 402 billion are with the vision tower. Every weight has a place in the checkpoint."""
+    spec = SPECS["llama4"]()
+    args = replace(spec.model_args[flavor], max_seq_len=4096)
+    assert hidden_sizes(args) == hidden
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e9, 1) == billions
+    rules = spec.state_dict_adapter(args, None).rules
+    assert {name for rule in rules for name in rule.natives} == {name for name, _ in model.named_parameters()}
 
 
 def test_scout_is_refused_by_a_model_without_its_attention(tmp_path: Path) -> None:
