@@ -22,6 +22,7 @@ from converters.kernels.e4m3 import abs_bits, pow2_scale, raise_amax, reciprocal
 from converters.kernels.ops import operator
 
 CHUNK, BLOCK = 1 << 16, 8192  # elements a program of the amax pass reads, in steps of
+REPAIR_PROGRAMS = 512  # they share the tiles of an expert that needs it; usually each looks at E scales and ends
 BN, BK = 64, 128  # tile of the cast: 0.79 ms for 16 x 8192 x 5120 BF16 on an H200, 0.62 is the floor at 4.3 TB/s
 
 
@@ -106,10 +107,23 @@ def _launch_carried(ws: Sequence[Tensor], q: Tensor, q_t: Tensor, amax: Tensor, 
         )
         offset += w.shape[1]
     offset = 0
-    programs = 512
     for w in ws:
-        _repair_kernel[(programs,)](
-            w, q, q_t, amax, carried, scale, offset, w.shape[1], N, K, E, PROGRAMS=programs, BN=BN, BK=BK, num_warps=4
+        _repair_kernel[(REPAIR_PROGRAMS,)](
+            w,
+            q,
+            q_t,
+            amax,
+            carried,
+            scale,
+            offset,
+            w.shape[1],
+            N,
+            K,
+            E,
+            PROGRAMS=REPAIR_PROGRAMS,
+            BN=BN,
+            BK=BK,
+            num_warps=4,
         )
         offset += w.shape[1]
 

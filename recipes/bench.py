@@ -1,0 +1,222 @@
+"""How fast is the FP8 expert MLP?  python -m recipes.bench [--cases scout,small] [--shape M,D,H,E] [--parts]
+
+Forward and backward of one expert MLP through autograd, gradients of x and of all weights: torchtitan's expert function
+in BF16 (compiled), torchao's FP8 path, ours with weights that have just changed (cold: they are quantized again) and
+ours with the same weights as before (warm: a further micro-batch). All run in turn, A B C D A B C D, in one process,
+and medians are compared: a GPU's clock depends on its power and temperature, so only neighbours in time compare.
+
+Without a GPU: the reference backend on a tiny shape. That checks the tool, not the speed.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from converters import weight_cache
+from converters.capability import resolve
+from converters.config import FP8GroupedExpertsConfig, Numerics
+from recipes.bench_cases import CASES, TINY, Case, Inputs, Variant, bf16, forget_weights, make_inputs, ours, parse_shape
+from recipes.bench_cases import torchao as torchao_variant
+from recipes.bench_parts import parts
+from recipes.bench_tables import show, show_parts
+from recipes.run_info import versions
+
+GRADIENTS = ("out", "dx", "dw13", "dw2")
+
+
+def elapsed_ms(run: Callable[[], Any], seconds: float, cuda: bool) -> float:
+    """Mean time of a call, over as many as fill `seconds`."""
+    if not cuda:
+        begin, calls = time.perf_counter(), 0
+        while calls == 0 or time.perf_counter() - begin < seconds:
+            run()
+            calls += 1
+        return (time.perf_counter() - begin) * 1e3 / calls
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    run()
+    last.record()
+    last.synchronize()
+    calls = max(3, int(seconds * 1e3 / first.elapsed_time(last)))
+    first.record()
+    for _ in range(calls):
+        run()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / calls
+
+
+def results(variant: Variant, g: Tensor) -> dict[str, Tensor]:
+    """out, dx, dw1, dw3 and dw2 of one step."""
+    out = variant.step(g).detach()
+    x, w1, w2, w3 = (leaf.grad for leaf in variant.leaves)
+    return {"out": out, "dx": x, "dw1": w1, "dw3": w3, "dw2": w2}
+
+
+def sqnr_db(reference: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
+    """20 * log10(|reference| / |reference - found|) of output and gradients; dw13 is dw1 and dw3 together."""
+
+    def norms(name: str) -> tuple[float, float]:
+        signal = noise = 0.0
+        for a, b in zip(reference[name], found[name], strict=True):  # by row or expert: no float32 copy of the whole
+            signal += a.float().square().sum(dtype=torch.float64)
+            noise += (a.float() - b.float()).square().sum(dtype=torch.float64)
+        return float(signal), float(noise)
+
+    pairs = {name: norms(name) for name in ("dw1", "dw3", "dw2")}
+    pairs["dw13"] = tuple(a + b for a, b in zip(pairs["dw1"], pairs["dw3"], strict=True))
+    for name in ("out", "dx"):
+        a, b = reference[name].float(), found[name].float()
+        pairs[name] = float(a.square().sum(dtype=torch.float64)), float((a - b).square().sum(dtype=torch.float64))
+    db = {
+        n: 10 * torch.log10(torch.tensor(s / max(e, 1e-300), dtype=torch.float64)).item() for n, (s, e) in pairs.items()
+    }
+    return {name: round(db[name], 2) for name in GRADIENTS}
+
+
+def peak_bytes(variant: Variant, g: Tensor) -> int:
+    """What one step allocates at its peak, over inputs and weights; ours includes the cache of quantized weights."""
+    if not g.is_cuda:
+        return 0
+    forget_weights()
+    for leaf in variant.leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    variant.step(g)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _clear(variant: Variant) -> None:
+    for leaf in variant.leaves:
+        leaf.grad = None
+
+
+def measure(case: Case, i: Inputs, numerics: Numerics, rounds: int, seconds: float) -> dict[str, Any]:
+    """One entry of `cases`: times in ms, memory in bytes, SQNR against BF16 in dB. torchao's are None if it fails."""
+    row: dict[str, Any] = {"case": case.name, "M": case.M, "D": case.D, "H": case.H, "E": case.E}
+    base, warm, cold = bf16(i), ours(i, numerics, cold=False), ours(i, numerics, cold=True)
+    variants = [base, cold, warm]
+    reference = results(base, i.g)
+    row["bf16_peak_bytes"] = peak_bytes(base, i.g)
+    _clear(base)
+    row["sqnr_db"] = sqnr_db(reference, results(warm, i.g))
+    row["fp8_peak_bytes"] = peak_bytes(warm, i.g)
+    row["fp8_cache_bytes"] = weight_cache.cached_bytes()
+    _clear(warm)
+    row["torchao_ms"] = row["torchao_sqnr_db"] = None
+    try:
+        upstream = torchao_variant(i)
+        row["torchao_sqnr_db"] = sqnr_db(reference, results(upstream, i.g))
+        _clear(upstream)
+        variants.insert(1, upstream)
+    except Exception as error:
+        row["torchao_error"] = f"{type(error).__name__}: {error}"[:200]
+    del reference
+    times: dict[str, list[float]] = {v.name: [] for v in variants}
+    for _ in range(rounds):
+        for v in variants:
+            v.step(i.g)
+            times[v.name].append(elapsed_ms(lambda v=v: v.step(i.g), seconds, i.x.is_cuda))
+            _clear(v)
+    row |= {f"{name}_ms": round(median(t), 4) for name, t in times.items()}
+    row["rounds_ms"] = {name: [round(t, 4) for t in all_times] for name, all_times in times.items()}
+    return row
+
+
+def peaks(device: torch.device) -> dict[str, float]:
+    """TFLOP/s of dense 8192 x 8192 x 8192 products, as fast as torch makes them here for half a second."""
+    if device.type != "cuda":
+        return {}
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
+    runs = {
+        "bf16": lambda: a @ b.t(),
+        "fp8": lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
+    }
+    return {name: round(2 * 8192**3 / elapsed_ms(run, 0.5, True) / 1e9, 1) for name, run in runs.items()}
+
+
+def environment(device: torch.device, numerics: Numerics, command: list[str]) -> dict[str, Any]:
+    """Date, GPU, versions, command, backend, and the measured peaks."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
+        "versions": versions(),
+        "command": "python -m recipes.bench" + "".join(f" {a}" for a in command),
+        "numerics": str(numerics),
+        "peak_tflops": peaks(device),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ", ".join(c.name for c in CASES)
+    parser.add_argument("--cases", default=None, help=f"comma separated, of {names}; default: all, on a CPU none")
+    parser.add_argument("--shape", action="append", default=[], help="M,D,H,E of one more case; may be repeated")
+    parser.add_argument("--parts", action="store_true", help="also the time of each part")
+    parser.add_argument("--rounds", type=int, default=5, help="how often the variants take turns")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of each variant in each round")
+    parser.add_argument("--seed", type=int, default=0, help="of inputs and group sizes")
+    parser.add_argument("--wgrad", default="fp8", help="see fp8.grouped_experts.wgrad")
+    parser.add_argument("--accumulate", default="fast", help="see fp8.grouped_experts.accumulate")
+    parser.add_argument("--json", type=Path, default=None, help="also write the results to this file")
+    return parser
+
+
+def chosen(args: argparse.Namespace, cuda: bool) -> list[Case]:
+    """The cases that the command line asks for.
+
+    Raises:
+        ValueError: a name that is none, or a bad shape.
+    """
+    known = {c.name: c for c in CASES}
+    names = args.cases.split(",") if args.cases else ([*known] if cuda and not args.shape else [])
+    if unknown := [n for n in names if n not in known]:
+        raise ValueError(f"--cases {', '.join(unknown)}: choose of {', '.join(known)}, or give --shape M,D,H,E.")
+    cases = [known[n] for n in names] + [parse_shape(s) for s in args.shape]
+    return cases or [TINY]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line `argv` (sys.argv when None); returns the exit code, 2 for bad arguments."""
+    command = sys.argv[1:] if argv is None else argv
+    args = _parser().parse_args(command)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        cases = chosen(args, device.type == "cuda")
+        numerics = resolve(FP8GroupedExpertsConfig(wgrad=args.wgrad, accumulate=args.accumulate))
+    except ValueError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        return 2
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    data: dict[str, Any] = {"environment": environment(device, numerics, command), "cases": []}
+    for case in cases:
+        forget_weights()
+        inputs = make_inputs(case, device, args.seed)
+        row = measure(case, inputs, numerics, args.rounds, args.seconds)
+        if args.parts:
+            row["parts"] = parts(case, inputs, numerics)
+            show_parts(row, data["environment"], console)
+        data["cases"].append(row)
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(data, indent=1) + "\n")
+    show(data, console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Triton kernels against their torch twins, bit for bit, in Triton's interpreter: a process of its own.
+
+The interpreter is switched on by TRITON_INTERPRET=1 when triton is imported, for all kernels of the process, so these
+checks cannot share one with other tests. Run by test_kernels.py; prints one JSON object, check -> "" or what is wrong.
+"""
+
+import json
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from converters.backends import hopper, reference
+from converters.kernels import weights
+
+SIZES, M = [44, 1, 7, 0, 133, 64], 270  # uneven, empty, over a tile, 21 rows of nobody
+
+
+def _offs() -> Tensor:
+    return torch.tensor(SIZES).cumsum(0).to(torch.int32)
+
+
+def _same(ours: Tensor, theirs: Tensor) -> None:
+    bits = [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in (ours, theirs)]
+    different = (bits[0] != bits[1]) & ~(ours.float().isnan() & theirs.float().isnan())
+    assert not different.any(), f"{int(different.sum())} of {ours.numel()} differ, first at {different.nonzero()[0]}"
+
+
+def _rows(dtype: torch.dtype) -> Tensor:
+    x = torch.randn(M, 48) * torch.exp2(torch.randint(-20, 20, (M, 1)).float())
+    x[3], x[5], x[6, 2] = 0, 1e-38, 3e38
+    x[9, 1], x[10, 4] = torch.nan, torch.inf
+    x[11] = 0
+    x[11, :3] = torch.tensor([448.0 * 2**-5, 449.0 * 2**-5, -465.0 * 2**-5])  # around a step of the scale
+    return x.to(dtype)
+
+
+def check_group_tables() -> None:
+    """Spans, tiles and chunks by hand."""
+    g = hopper.groups(_offs(), M)
+    starts = [0, 44, 45, 52, 52, 185, 249]
+    tiles = [1, 1, 1, 0, 2, 1]
+    assert g.spans[:, 0].tolist() == starts
+    assert g.spans[:6, 1].tolist() == starts[1:]
+    assert g.spans[6].tolist() == [249, 270, 7, 5]
+    assert g.spans[:6, 2].tolist() == [sum(tiles[:i]) for i in range(6)]
+    assert g.tiles[:7].tolist() == [
+        [0, 0, 44, 1],
+        [1, 44, 45, 1],
+        [2, 45, 52, 1],
+        [4, 52, 185, 1],
+        [4, 180, 185, 1],
+        [5, 185, 249, 1],
+        [5, 249, 270, 0],
+    ]
+    assert g.chunks[:5].tolist() == [[0, 0, 44, 0], [1, 44, 45, 1], [2, 45, 52, 2], [4, 52, 185, 3], [5, 185, 249, 5]]
+
+
+def check_quantize_rows() -> None:
+    """Normal, tiny, huge, zero, nan and inf rows, in BF16 and float32."""
+    for dtype in (torch.bfloat16, torch.float32):
+        x = _rows(dtype)
+        for ours, theirs in zip(hopper.quantize_rows(x), reference.quantize_rows(x), strict=True):
+            _same(ours, theirs)
+
+
+def check_gathered_rows() -> None:
+    """Rows by index, repeated and absent ones."""
+    x, index = _rows(torch.bfloat16), torch.tensor([3, -1, 7, 0, 0])
+    gathered = x[index.clamp_min(0)].clone()
+    gathered[1] = 0
+    for ours, theirs in zip(hopper.quantize_rows(x, index), reference.quantize_rows(gathered), strict=True):
+        _same(ours, theirs)
+
+
+def check_swiglu() -> None:
+    """SwiGLU and its gradient. The interpreter computes the sigmoid as torch does."""
+    y13, dh = torch.randn(20, 96).bfloat16(), torch.randn(20, 48).bfloat16()
+    for ours, theirs in (
+        (hopper.swiglu_rows(y13), reference.swiglu_rows(y13)),
+        (hopper.dswiglu_rows(dh, y13), reference.dswiglu_rows(dh, y13)),
+    ):
+        found, expected = (q.float() * s[:, None] for q, s in (ours, theirs))
+        assert (found - expected).norm() <= 1e-3 * expected.norm()
+
+
+def _untransposed(q: Tensor, g: hopper.Groups) -> Tensor:
+    out = torch.zeros(M, q.shape[0], dtype=torch.uint8)
+    for begin, end, tile, _ in g.spans[:-1].tolist():
+        out[begin:end] = q.view(torch.uint8).t()[128 * tile :][: end - begin]
+        padding = q.view(torch.uint8).t()[128 * tile + end - begin : 128 * tile + -(-(end - begin) // 128) * 128]
+        assert not padding.any(), "padding is not zero"
+    return out.view(torch.float8_e4m3fn)
+
+
+def check_columns() -> None:
+    """Re-scaled from row-scaled FP8, and from high precision; rows of nobody are nan and must not matter."""
+    x = _rows(torch.bfloat16).nan_to_num(posinf=0)
+    x[sum(SIZES) :] = torch.nan
+    live = torch.tensor(SIZES) > 0
+    g, rg = hopper.groups(_offs(), M), reference.groups(_offs(), M)
+    q, s = hopper.quantize_rows(x)
+    for ours, theirs in (
+        (hopper.wgrad_operand(q, s, g), reference.wgrad_operand(q, s, rg)),
+        (hopper.wgrad_operand_hp(x, g), reference.wgrad_operand_hp(x, rg)),
+    ):
+        _same(_untransposed(ours.q, g), theirs.q)
+        _same(ours.scale[live].float(), theirs.scale[live])
+
+
+def check_weights() -> None:
+    """Cold, and carried with the right, the wrong and a nan scale: always the same bytes."""
+    weights.REPAIR_PROGRAMS = 2
+    for dtype in (torch.float32, torch.bfloat16):
+        ws = [
+            torch.randn(3, 80, 48).to(dtype),
+            (torch.randn(3, 16, 48) * torch.tensor([1, 2, 100.0])[:, None, None]).to(dtype),
+        ]
+        theirs = reference.quantize_weight(ws)
+        for factor in (None, [1, 1, 1], [1, 2, 0.25], [torch.nan, 1, 1]):
+            previous = None if factor is None else replace(theirs, scale=theirs.scale * torch.tensor(factor))
+            ours = hopper.quantize_weight(ws, previous=previous)
+            _same(ours.q, theirs.q)
+            _same(ours.q_t, theirs.q_t)
+            _same(ours.scale, theirs.scale)
+
+
+def check_transposed_weight() -> None:
+    """A transposed view is quantized as it lies."""
+    w = torch.randn(2, 48, 80).transpose(1, 2)
+    ours, theirs = hopper.quantize_weight([w]), reference.quantize_weight([w])
+    _same(ours.q, theirs.q)
+    _same(ours.q_t, theirs.q_t)
+
+
+def check_wgrad_hp() -> None:
+    """The weight gradient of high precision operands; an expert without rows gets zeros."""
+    a, b = torch.randn(M, 32), torch.randn(M, 48)
+    ours = hopper.gemm_wgrad_hp(a, b, hopper.groups(_offs(), M), torch.float32)
+    theirs = reference.gemm_wgrad_hp(a, b, reference.groups(_offs(), M), torch.float32)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert not ours[3].any()
+
+
+CHECKS: dict[str, Callable[[], None]] = {k[6:]: v for k, v in globals().items() if k.startswith("check_")}
+
+
+def main() -> None:
+    """Runs every check."""
+    found = {}
+    for name, check in CHECKS.items():
+        torch.manual_seed(0)
+        try:
+            check()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The kernels without a GPU: Triton's interpreter runs those in Triton, and those in Gluon are compiled for sm90."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.library import opcheck
+
+pytest.importorskip("triton.experimental.gluon", reason="the GEMMs are written in Gluon (triton 3.6 or later)")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from converters.backends import hopper
+from converters.kernels import ops
+from converters.kernels.gemm_rows import rows_kernel
+from converters.kernels.gemm_wgrad import wgrad_kernel
+from converters.kernels.tiles import BK, ROWS, rows_tile, wgrad_tile
+
+ROOT = Path(__file__).parents[2]
+CHECKS = Path(__file__).with_name("kernel_checks.py")
+NAMES = [line[10:-11] for line in CHECKS.read_text().splitlines() if line.startswith("def check_")]
+SHARED_MEMORY = 227 * 1024  # bytes a block may have on sm90
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, str(CHECKS)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernel_in_the_interpreter_gives_the_bytes_of_its_twin(interpreted: dict[str, str], name: str) -> None:
+    assert interpreted[name] == ""
+
+
+def _descriptor(type_: str, rows: int, columns: int, bits: int) -> str:
+    return f"tensordesc<{type_}[{rows}, {columns}],{NVMMASharedLayout(128, bits, rank=2)!r}>"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("kernel", [rows_kernel, wgrad_kernel], ids=["rows", "wgrad"])
+def test_gemm_compiles_for_hopper(kernel: object, precise: bool, dtype: torch.dtype) -> None:
+    tile = (rows_tile if kernel is rows_kernel else wgrad_tile)(16384, 8192, 5120, 16, dtype.itemsize, precise)
+    a, b = _descriptor("fp8e4nv", ROWS, BK, 8), _descriptor("fp8e4nv", tile.bn, BK, 8)
+    c = _descriptor(TYPES[dtype], ROWS, tile.bn // tile.pieces, 8 * dtype.itemsize)
+    types = {"xd": a, "ad": a, "wd": b, "bd": b, "yd": c, "od": c, "y": f"*{TYPES[dtype]}", "dw": f"*{TYPES[dtype]}"}
+    types |= dict.fromkeys(("row_scale", "w_scale"), "*fp32") | dict.fromkeys(("a_scale", "b_scale"), "*bf16")
+    constants = {"BN": tile.bn, "BK": BK, "STAGES": tile.stages, "PIECES": tile.pieces, "PROGRAMS": 132}
+    constants |= {"PRECISE": precise} | ({"PARTS": 2} if kernel is wgrad_kernel else {})
+    types |= dict.fromkeys(("spans", "tiles"), "*i32") | dict.fromkeys(("E", "N", "NP", "K", "order"), "i32")
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types[n] for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in ("y", "dw", "N", "NP", "K")}
+    source = GluonASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert f"wgmma.mma_async.sync.aligned.m64n{tile.bn}k32.f32.e4m3.e4m3" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= SHARED_MEMORY
+
+
+def test_ops_have_fakes_that_agree_on_shape_and_dtype() -> None:
+    with torch.device("meta"):
+        x, offs = torch.empty(300, 64, dtype=torch.bfloat16), torch.empty(3, dtype=torch.int32)
+        ws = [torch.empty(3, 48, 64), torch.empty(3, 48, 64)]
+        g = hopper.groups(offs, 300)
+        q, s = hopper.quantize_rows(x)
+        w = hopper.quantize_weight(ws)
+        y = hopper.gemm_rows(q, s, w.q, w.scale, g, torch.bfloat16)
+        h, sh = hopper.swiglu_rows(y)
+        dy, sdy = hopper.dswiglu_rows(torch.empty(300, 48), y)
+        a, b = hopper.wgrad_operand(dy, sdy, g), hopper.wgrad_operand(q, s, g)
+        dw = hopper.gemm_wgrad(a, b, g, torch.float32, parts=2)
+    assert (y.shape, y.dtype) == ((300, 96), torch.bfloat16)
+    assert (h.shape, sh.shape, dy.shape) == ((300, 48), (300,), (300, 96))
+    assert (a.q.shape, a.scale.shape) == ((96, 128 * (300 // 128 + 3)), (3, 96))
+    assert (dw.shape, dw.dtype) == ((2, 3, 48, 64), torch.float32)
+    assert (w.q.shape, w.q_t.shape, w.scale.shape) == ((3, 96, 64), (3, 64, 96), (3,))
+
+
+def test_rowwise_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"per_row = True .* use backend = 'reference'"):
+        hopper.quantize_weight([torch.zeros(1, 16, 16)], per_row=True)
+
+
+def test_operator_registers_function_and_fake() -> None:
+    @ops.operator(lambda x: x.new_empty(x.shape[0]))
+    def row_sums_for_a_test(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(1)
+
+    assert torch.equal(row_sums_for_a_test(torch.ones(2, 3)), torch.full((2,), 3.0))
+    opcheck(row_sums_for_a_test, (torch.randn(2, 3),), test_utils=("test_schema", "test_faketensor"))
