@@ -139,6 +139,7 @@ def test_another_recipe_or_orientation_of_the_same_plain_weight_is_another_entry
     offs, x, w = ROWS.offs, ROWS.x, ROWS.w1 * torch.logspace(0, 5, 16)
     products = [lambda: grouped_mm(x, w, offs, Numerics()), lambda: grouped_mm(x, w.mT, offs, Numerics())]
     products += [lambda: grouped_mm(x, w, offs, Numerics(recipe="rowwise"))]
+    products += [lambda: expert_mlp(x, w, w, w, offs, Numerics())]  # its w2 lies as the first product's weight does
     together = [product() for product in products]
     for product, out in zip(products, together, strict=True):
         weight_cache.clear()
