@@ -91,5 +91,5 @@ def parts(case: Case, i: Inputs, numerics: Any, steps: int = 12) -> dict[str, di
     for name in runs[0]:
         ms = median(r[name] for r in runs)
         flops = GEMMS.get(name, 0) * 2 * case.M * case.D * case.H
-        out[name] = {"ms": round(ms, 4)} | ({"tflops": round(flops / ms / 1e9, 1)} if flops else {})
+        out[name] = {"ms": round(ms, 4)} | ({"tflops": float(f"{flops / ms / 1e9:.4g}")} if flops else {})
     return out
