@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from converters.backends.reference import cast, pow2_scale
+from converters.backends import get_backend
+from converters.backends.reference import pow2_scale
 from converters.config import Numerics
 from parallel.fsdp import ShardOf, amax_of_slices, fsdp_mesh, sharded_dim
 from parallel.wrapped_weight import WrappedWeight
@@ -104,12 +105,15 @@ def quantize_shards(modules: list[nn.Module]) -> None:
     ranks.
     """
     groups = [shards for m in modules for names in SHARED_SCALES if (shards := _shards(m, names))]
-    for shards, amax in zip(groups, amax_of_slices(groups), strict=True):
+    if not groups:
+        return
+    backend = get_backend(groups[0][0].local._context.backend)
+    for shards, amax in zip(groups, amax_of_slices(groups, backend.amax_slices), strict=True):
         scale = pow2_scale(amax)
         for s in shards:
             data = s.local._data
-            mine = scale[s.begin : s.begin + data.shape[0]].view(-1, *[1] * (data.dim() - 1))
-            s.local.payload = Payload(data._version, cast(data, mine), scale)
+            mine = scale[s.begin : s.begin + data.shape[0]]
+            s.local.payload = Payload(data._version, backend.cast_slices(data, mine), scale)
 
 
 def payload_of(local: WrappedWeight, module: nn.Module) -> Payload | None:

@@ -10,7 +10,7 @@ maximum over the ranks is right for both. What a payload is, the weight's own cl
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -58,16 +58,18 @@ def fsdp_mesh(param: DTensor) -> DeviceMesh | None:
 
 
 @torch.no_grad()
-def amax_of_slices(groups: Iterable[list[ShardOf]]) -> list[Tensor]:
+def amax_of_slices(groups: Iterable[list[ShardOf]], amax_slices: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """For each group of weights that share their scales, float32 [slices]: the largest |value| of each slice over all
     its weights and all ranks. One all-reduce a mesh, whatever the number of weights.
+
+    amax_slices: [s, ...] -> float32 [s], the same on this rank.
     """
     groups = list(groups)
     by_ranks: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
     out = []
     for i, shards in enumerate(groups):
         by_ranks[shards[0].mesh.get_group()].append(i)
-        out.append(_local_amax(shards))
+        out.append(_local_amax(shards, amax_slices))
     for ranks, members in by_ranks.items():
         if ranks.size() > 1:
             flat = torch.cat([out[i] for i in members])
@@ -77,12 +79,12 @@ def amax_of_slices(groups: Iterable[list[ShardOf]]) -> list[Tensor]:
     return out
 
 
-def _local_amax(shards: list[ShardOf]) -> Tensor:
+def _local_amax(shards: list[ShardOf], amax_slices: Callable[[Tensor], Tensor]) -> Tensor:
     first = shards[0]
     amax = torch.zeros(first.slices, dtype=torch.float32, device=first.local._data.device)
     for shard in shards:
         data = shard.local._data
         if data.numel():
             mine = amax[shard.begin : shard.begin + data.shape[0]]
-            torch.maximum(mine, data.abs().amax(tuple(range(1, data.dim()))).float(), out=mine)
+            torch.maximum(mine, amax_slices(data), out=mine)
     return amax

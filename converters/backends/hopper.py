@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from converters.backends.reference import QuantizedWeight
-from converters.kernels import cols, grouped, joined, rows, swiglu, weights, wgrad_hp
+from converters.kernels import cols, grouped, joined, rows, shards, swiglu, weights, wgrad_hp
 from converters.kernels import groups as tables
 
 
@@ -88,6 +88,16 @@ def quantize_weight(
     else:
         q, q_t, scale = weights.quantize_weight(list(ws), carried)
     return QuantizedWeight(q=q, scale=scale, q_t=q_t, scale_t=scale)
+
+
+def amax_slices(w: Tensor) -> Tensor:
+    """w [e, ...] -> float32 [e]."""
+    return shards.amax_slices(w)
+
+
+def cast_slices(w: Tensor, scale: Tensor) -> Tensor:
+    """w [e, ...], scale [e] -> E4M3 of w's shape."""
+    return shards.cast_slices(w, scale)
 
 
 def join_weight(parts: list[Tensor], scale: Tensor, transposed: bool) -> QuantizedWeight:

@@ -156,6 +156,16 @@ def quantize_weight(
     return QuantizedWeight(q=cast(w, scale.view(shape)), scale=scale, q_t=q_t, scale_t=scale_t)
 
 
+def amax_slices(w: Tensor) -> Tensor:
+    """w [e, ...] -> float32 [e], the largest |value| of each slice."""
+    return w.abs().amax(tuple(range(1, w.dim()))).float() if w.numel() else w.new_zeros(len(w), dtype=torch.float32)
+
+
+def cast_slices(w: Tensor, scale: Tensor) -> Tensor:
+    """w [e, ...], scale [e] -> E4M3 of w's shape."""
+    return cast(w, scale.view(-1, *[1] * (w.dim() - 1)))
+
+
 def join_weight(parts: list[Tensor], scale: Tensor, transposed: bool) -> QuantizedWeight:
     """A weight that is FP8 already: parts E4M3 [E, N_i, K], joined along N, with one scale an expert, [E].
 

@@ -38,3 +38,28 @@ def test_the_kernel_in_tritons_interpreter() -> None:
     out = subprocess.run([sys.executable, "-c", KERNEL], env=env, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr[-2000:]
     assert "same bytes" in out.stdout
+
+
+SHARD_KERNELS = """
+import torch
+from converters.backends import hopper, reference
+torch.manual_seed(0)
+for shape, dtype in [((3, 16, 48), torch.float32), ((2, 7, 33), torch.bfloat16), ((0, 4, 4), torch.float32)]:
+    w = torch.randn(shape).to(dtype)
+    if len(w):
+        w[0] *= 1e-4
+    amax = hopper.amax_slices(w)
+    assert torch.equal(amax, reference.amax_slices(w)), shape
+    scale = reference.pow2_scale(amax)
+    mine, wanted = hopper.cast_slices(w, scale), reference.cast_slices(w, scale)
+    assert torch.equal(mine.view(torch.uint8), wanted.view(torch.uint8)), shape
+assert hopper.amax_slices(torch.tensor([[1.0, float("nan")]])).isnan().all()
+print("same bytes")
+"""
+
+
+def test_the_shard_kernels_in_tritons_interpreter() -> None:
+    env = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    out = subprocess.run([sys.executable, "-c", SHARD_KERNELS], env=env, capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr[-2000:]
+    assert "same bytes" in out.stdout
