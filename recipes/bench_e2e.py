@@ -22,8 +22,10 @@ from recipes.run_info import versions
 from recipes.runs import read_run
 from recipes.trace import read_trace
 
-CLEAN_STEPS = range(4, 9)  # after compilation and warm-up, before the profiler warms up for step 12
-STEPS, PROFILED = 12, 12
+# A logged step costs more than others (norms and zeros of every gradient), so few are logged; each reports the mean speed
+# since the one before. The first ones hold compilation, the last the profiler.
+STEPS, LOG_FREQ = 20, 4
+CLEAN_STEPS, PROFILED = (8, 12, 16), 20
 LAYOUTS = {
     "single": [],
     "fsdp": [],
@@ -60,7 +62,11 @@ def jobs(recipe: str, layouts: list[str], ngpu: int, folder: Path, extra: list[s
             command = (
                 *("torchrun", f"--nproc_per_node={ngpu}", "train.py"),
                 *(f"--job.config_file={recipe}_{twin}.toml", f"--job.dump_folder={home}", f"--training.steps={STEPS}"),
-                *("--profiling.enable_profiling", f"--profiling.profile_freq={PROFILED}", "--metrics.log_freq=1"),
+                *(
+                    "--profiling.enable_profiling",
+                    f"--profiling.profile_freq={PROFILED}",
+                    f"--metrics.log_freq={LOG_FREQ}",
+                ),
                 *layout_args,
                 *(args if layout != "single" else []),
                 *extra,
