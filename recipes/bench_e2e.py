@@ -22,8 +22,8 @@ from recipes.run_info import versions
 from recipes.runs import read_run
 from recipes.trace import read_trace
 
-# A logged step costs more than others (norms and zeros of every gradient), so few are logged; each reports the mean speed
-# since the one before. The first ones hold compilation, the last the profiler.
+# A logged step costs more than others (norms and zeros of every gradient): few are logged, and each reports the mean
+# speed since the one before. The first ones hold compilation, the last the profiler.
 STEPS, LOG_FREQ = 20, 4
 CLEAN_STEPS, PROFILED = (8, 12, 16), 20
 LAYOUTS = {
