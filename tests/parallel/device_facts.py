@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,13 +32,13 @@ def with_an_accelerator() -> dict[str, object]:
 def memory() -> dict[str, float]:
     metrics = importlib.import_module("torchtitan.components.metrics")
     monitor = metrics.build_device_memory_monitor()
-    before = monitor.get_peak_stats()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
     block = torch.ones(100 * 2**20)  # 400 MiB, written to
     after = monitor.get_peak_stats()
     monitor.reset_peak_stats()
     return {
         "block": block.numel() * 4 / 2**30,
-        "before": before.max_reserved_gib,
+        "resident": pages * os.sysconf("SC_PAGE_SIZE") / 2**30,  # before the block
         "after": after.max_reserved_gib,
         "percent": after.max_reserved_pct,
         "retries": after.num_alloc_retries,

@@ -39,9 +39,8 @@ def test_nothing_changes_where_there_is_an_accelerator(facts: dict) -> None:
 
 def test_memory_statistics_are_those_of_the_process(facts: dict) -> None:
     memory = facts["memory"]
-    assert memory["before"] > 0.1  # GiB; torch alone takes more
-    assert memory["after"] - memory["before"] == pytest.approx(memory["block"], rel=0.2)
-    assert memory["after"] < memory["capacity"]
+    assert memory["resident"] > 0.1  # GiB; torch alone takes more
+    assert memory["resident"] + 0.9 * memory["block"] < memory["after"] < memory["capacity"]
     assert memory["percent"] == pytest.approx(100 * memory["after"] / memory["capacity"])
     assert memory["retries"] == 0
 
