@@ -12,6 +12,7 @@ import converters.expert_mlp
 import converters.expert_weight  # noqa: F401  (both define ops)
 from converters.registry import install
 from parallel.parallelize import let_expert_parallelism_stand_alone
+from parallel.recomputation import keep_fsdp_out_of_recomputation
 from recipes.datasets import register_datasets
 from recipes.job_config import DataConfig
 from recipes.models import llama4, mixtral
@@ -25,6 +26,7 @@ def register() -> None:
     """Converters, train specs and datasets. A model that is already registered, by us or by the user, stays."""
     install()
     let_expert_parallelism_stand_alone()
+    keep_fsdp_out_of_recomputation()
     for name, make in SPECS.items():
         if name not in train_specs._extra_train_specs:
             train_specs.register_train_spec(name, make())

@@ -85,6 +85,9 @@ class Row:
     def with_fp8(self, **config: Any) -> "Row":
         return dataclasses.replace(self, fp8=FP8GroupedExpertsConfig(backend="reference", **config))
 
+    def of(self, flavor: str) -> "Row":
+        return dataclasses.replace(self, flavor=flavor)
+
     def but(self, **config: Any) -> "Row":
         """The same with other job-config values; two underscores stand for the dot."""
         dotted = {name.replace("__", "."): value for name, value in config.items()}
@@ -244,11 +247,15 @@ def build(row: Row, seed_checkpoint: Path | None, folder: Path) -> RowTrainer:
 
 
 def train(row: Row, seed_checkpoint: Path, folder: Path) -> Curve:
-    """The curve of a row, the same on every rank."""
+    """The curve of a row, the same on every rank: only the ranks of a pipeline's last stage know the loss."""
     trainer = build(row, seed_checkpoint, folder)
     trainer.steps(row.steps)
     trainer.close()
-    return trainer.curve
+    curves: list[Curve] = [[] for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(curves, trainer.curve)
+    for norms in zip(*([norm for _, norm in curve] for curve in curves), strict=True):
+        assert max(norms) - min(norms) <= 1e-6 * max(norms), f"ranks clip by different norms: {norms}"
+    return [max(step) for step in zip(*curves, strict=True)]
 
 
 @torch.no_grad()
