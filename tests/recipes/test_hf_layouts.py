@@ -1,6 +1,7 @@
 """Hugging Face checkpoints of sharded models, through torchtitan's own CheckpointManager: what one process has."""
 
 import copy
+import functools
 import json
 import tempfile
 from dataclasses import dataclass, replace
@@ -63,15 +64,20 @@ CASES = {
 }
 
 
+@functools.cache  # a mesh is a dozen process groups
+def dims_of(layout: Layout) -> ParallelDims:
+    dims = ParallelDims(**vars(layout), cp=1, pp=1, world_size=WORLD)
+    dims.build_mesh()
+    return dims
+
+
 def sharded(model_class: type[nn.Module], args: object, layout: Layout) -> nn.Module:
     config = JobConfig()
     config.training.seq_len, config.training.mixed_precision_param = 64, "float32"
     config.activation_checkpoint.mode = "none"
-    dims = ParallelDims(**vars(layout), cp=1, pp=1, world_size=WORLD)
-    dims.build_mesh()
     with torch.device("meta"):
         model = model_class(copy.deepcopy(args))
-    parallelize_llama(model, dims, config)
+    parallelize_llama(model, dims_of(layout), config)
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights(torch.device("cpu"))
