@@ -69,12 +69,17 @@ def wgrad_operand_hp(x: Tensor, groups: Groups) -> WgradOperand:
 
 
 def quantize_weight(
-    ws: Sequence[Tensor], per_row: bool = False, previous: QuantizedWeight | None = None
+    ws: Sequence[Tensor],
+    per_row: bool = False,
+    previous: QuantizedWeight | None = None,
+    forward: bool = True,
+    backward: bool = True,
 ) -> QuantizedWeight:
     """ws [E, N_i, K], joined along N, with one scale an expert.
 
     A transposed view [E, N, K] of a contiguous [E, K, N] is read as it lies: q and q_t change places.
     previous: what these weights were quantized to before; the result is the same, a pass over them is saved.
+    forward, backward: whether q and q_t are wanted. For one pass only, the other is left empty.
 
     Raises:
         ValueError: per_row, which has no kernel.
@@ -84,9 +89,9 @@ def quantize_weight(
     carried = None if previous is None else previous.scale
     lies_transposed = len(ws) == 1 and not ws[0].is_contiguous() and ws[0].transpose(1, 2).is_contiguous()
     if lies_transposed:
-        q_t, q, scale = weights.quantize_weight([ws[0].transpose(1, 2)], carried)
+        q_t, q, scale = weights.quantize_weight([ws[0].transpose(1, 2)], carried, backward, forward)
     else:
-        q, q_t, scale = weights.quantize_weight(list(ws), carried)
+        q, q_t, scale = weights.quantize_weight(list(ws), carried, forward, backward)
     return QuantizedWeight(q=q, scale=scale, q_t=q_t, scale_t=scale)
 
 

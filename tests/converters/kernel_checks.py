@@ -127,6 +127,21 @@ def check_weights() -> None:
             _same(ours.scale, theirs.scale)
 
 
+def check_one_layout_of_a_weight() -> None:
+    """For a single pass the other layout is left empty, cold and carried."""
+    weights.REPAIR_PROGRAMS = 2
+    w = torch.randn(2, 80, 48)
+    theirs = reference.quantize_weight([w])
+    for previous in (None, replace(theirs, scale=theirs.scale * 4)):
+        forward = hopper.quantize_weight([w], previous=previous, backward=False)
+        backward = hopper.quantize_weight([w], previous=previous, forward=False)
+        assert forward.q_t.numel() == backward.q.numel() == 0
+        _same(forward.q, theirs.q)
+        _same(backward.q_t, theirs.q_t)
+        _same(forward.scale, theirs.scale)
+        _same(backward.scale, theirs.scale)
+
+
 def check_transposed_weight() -> None:
     """A transposed view is quantized as it lies."""
     w = torch.randn(2, 48, 80).transpose(1, 2)
