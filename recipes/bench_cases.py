@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -129,7 +130,8 @@ def bf16(i: Inputs) -> Variant:
 
 def torchao(i: Inputs) -> Variant:
     """torchao's rowwise FP8 grouped GEMM, three times."""
-    from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm as scaled_mm
+    # looked up here: a prototype, which another torchao may have moved, must not keep the rest from being measured
+    scaled_mm = import_module("torchao.prototype.moe_training")._to_fp8_rowwise_then_scaled_grouped_mm
 
     def mm(a: Tensor, w: Tensor) -> Tensor:
         return scaled_mm(a, w.transpose(-2, -1), i.offs, pad_token_groups_for_grouped_mm=False)

@@ -8,7 +8,7 @@ import torch
 
 from converters import weight_cache
 from converters.config import Numerics
-from recipes.bench import chosen, main, results, sqnr_db
+from recipes.bench import _parser, chosen, main, results, sqnr_db
 from recipes.bench_cases import CASES, TINY, Case, bf16, group_ends, make_inputs, ours, parse_shape
 
 CPU = torch.device("cpu")
@@ -34,8 +34,6 @@ def test_tiny_run_writes_what_the_readme_table_and_break_even_read(
 
 
 def test_without_a_gpu_only_the_tiny_case_runs_by_itself() -> None:
-    from recipes.bench import _parser
-
     assert chosen(_parser().parse_args([]), cuda=False) == [TINY]
     assert chosen(_parser().parse_args([]), cuda=True) == CASES
     assert [c.name for c in chosen(_parser().parse_args(["--cases", "small,scout"]), cuda=False)] == ["small", "scout"]
