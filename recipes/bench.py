@@ -172,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of inputs and group sizes")
     parser.add_argument("--wgrad", default="fp8", help="see fp8.grouped_experts.wgrad")
     parser.add_argument("--accumulate", default="fast", help="see fp8.grouped_experts.accumulate")
-    parser.add_argument("--json", type=Path, default=None, help="also write the results to this file")
+    parser.add_argument("--out", "--json", type=Path, default=None, help="also write the results to this JSON file")
     return parser
 
 
@@ -211,9 +211,9 @@ def main(argv: list[str] | None = None) -> int:
             row["parts"] = parts(case, inputs, numerics)
             show_parts(row, data["environment"], console)
         data["cases"].append(row)
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(data, indent=1) + "\n")
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(data, indent=1) + "\n")
     show(data, console)
     return 0
 
