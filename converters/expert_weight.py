@@ -47,12 +47,12 @@ class FP8ExpertWeight(WrappedWeight):
         if payload is None:
             return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
         # As bytes: gloo gathers no FP8 dtype, and to NCCL it is the same.
-        return (padded_shard(payload.q.view(torch.uint8), mesh, outer_size),), payload.scale
+        return (padded_shard(payload.q.view(torch.uint8), mesh, outer_size),), (payload.scale, outer_size)
 
     def fsdp_post_all_gather(
         self,
         outputs: tuple[Tensor, ...],
-        metadata: Tensor | None,
+        metadata: tuple[Tensor, torch.Size] | None,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -60,13 +60,16 @@ class FP8ExpertWeight(WrappedWeight):
         """The unsharded weight: see `WrappedWeight`, or around the gathered FP8 bytes."""
         if metadata is None:
             return super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
-        (data,) = outputs
+        (data,), (scale, size) = outputs, metadata
         if out is None:
+            # Gathered along dim 1, the bytes have the right order and still the shape of shards in a row; along dim 0
+            # the last shards may be padded.
+            whole = data.view(FP8).flatten()[: size.numel()].view(size)
             context = replace(self._context, temporary=True)
-            return FP8GatheredWeight(data.view(FP8), metadata, param_dtype, context), (data,)
+            return FP8GatheredWeight(whole, scale, param_dtype, context), (data,)
         local = out._local_tensor if isinstance(out, DTensor) else out
         assert isinstance(local, FP8GatheredWeight), type(local)
-        local._scale = metadata
+        local._scale = scale
         return None
 
     @classmethod

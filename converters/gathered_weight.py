@@ -54,8 +54,8 @@ class FP8GatheredWeight(WrappedWeight):
         self._data, self._scale, self._context = data, scale, context
 
     def rewrap(self, data: Tensor) -> Self:
-        """The same weight around the same or fewer bytes (FSDP2 cuts off what padded the shards)."""
-        if data.dtype != self._data.dtype or data.shape[1:] != self._data.shape[1:]:
+        """The same weight around the same bytes, or a copy of them."""
+        if data.dtype != self._data.dtype or data.shape != self._data.shape:
             raise NotImplementedError(
                 f"a gathered FP8 weight {tuple(self.shape)} goes to the expert MLP as it is; got a view or copy "
                 f"{tuple(data.shape)}, {data.dtype}. Set [fp8.grouped_experts] fsdp_fp8_all_gather = 'off'."

@@ -5,9 +5,10 @@ loss and the gradient norm of each step. Ranks get their part of the same global
 would give each rank other documents.
 """
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,8 +37,12 @@ STEPS = 5
 Curve = list[tuple[float, float]]  # loss and gradient norm of each step
 
 
-def args(**moe: Any) -> Llama4Args:
-    """D = 64, H = 96, both layers a mixture of 4 experts and a shared one, two heads of keys and values."""
+def args(experts: int, loop: bool, moe_every: int = 1) -> Llama4Args:
+    """D = 64, H = 96, two layers, mixtures of experts and a shared one; two heads of keys and values.
+
+    loop: torchtitan's grouped GEMM computes in BF16 whatever the dtype of its inputs, its loop over experts does not.
+    So the loop is what a layout in high precision is compared in.
+    """
     return Llama4Args(
         dim=64,
         n_layers=2,
@@ -47,19 +52,19 @@ def args(**moe: Any) -> Llama4Args:
         multiple_of=16,
         ffn_dim_multiplier=1.5,
         rope_theta=10_000,
-        interleave_moe_layer_step=1,
-        moe_args=MoEArgs(**{"num_experts": 4, "top_k": 2, "use_grouped_mm": True, **moe}),
+        interleave_moe_layer_step=moe_every,
+        moe_args=MoEArgs(num_experts=experts, top_k=min(2, experts - 1), use_grouped_mm=not loop),
     )
 
 
-# torchtitan's grouped GEMM computes in BF16 whatever the dtype of its inputs; its loop over experts does not. So the
-# loop is what a layout in high precision is compared in.
-FLAVORS: Mapping[str, Callable[[], Llama4Args]] = {
-    "grouped": args,
-    "loop": lambda: args(use_grouped_mm=False),
-    "two_experts": lambda: args(num_experts=2),
-    "two_experts_loop": lambda: args(num_experts=2, use_grouped_mm=False),
+MODELS = {
+    "four_experts": {"experts": 4},
+    "three_experts": {"experts": 3},  # uneven over two ranks, and over four the last one has none
+    "two_experts": {"experts": 2},  # with EP 2 over four ranks FSDP2 shards another dim than the experts'
+    "dense_first": {"experts": 4, "moe_every": 2},
 }
+FLAVORS = {name: args(loop=False, **options) for name, options in MODELS.items()}
+FLAVORS |= {f"{name}_loop": args(loop=True, **options) for name, options in MODELS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +78,7 @@ class Row:
     cp: int = 1
     ep: int = 1
     etp: int = 1
-    flavor: str = "grouped"
+    model: str = "four_experts"
     fp8: FP8GroupedExpertsConfig | None = None
     steps: int = STEPS
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -85,8 +90,9 @@ class Row:
     def with_fp8(self, **config: Any) -> "Row":
         return dataclasses.replace(self, fp8=FP8GroupedExpertsConfig(backend="reference", **config))
 
-    def of(self, flavor: str) -> "Row":
-        return dataclasses.replace(self, flavor=flavor)
+    @property
+    def flavor(self) -> str:
+        return self.model if self.fp8 else f"{self.model}_loop"
 
     def but(self, **config: Any) -> "Row":
         """The same with other job-config values; two underscores stand for the dot."""
@@ -239,7 +245,7 @@ class RowTrainer(Trainer):
 def build(row: Row, seed_checkpoint: Path | None, folder: Path) -> RowTrainer:
     """A trainer with the seed checkpoint, or the latest of its own in `folder`, loaded."""
     register_matrix()
-    train_specs.get_train_spec("matrix").model_args[row.flavor] = FLAVORS[row.flavor]()
+    train_specs.get_train_spec("matrix").model_args[row.flavor] = copy.deepcopy(FLAVORS[row.flavor])
     trainer = RowTrainer(row.job(seed_checkpoint, folder))
     trainer.checkpointer.load()
     trainer.data = trainer.batch_generator(trainer.dataloader)
@@ -259,13 +265,13 @@ def train(row: Row, seed_checkpoint: Path, folder: Path) -> Curve:
 
 
 @torch.no_grad()
-def make_seed_checkpoint(flavor: str, folder: Path) -> Path:
+def make_seed_checkpoint(model: str, folder: Path) -> Path:
     """What `--checkpoint.create_seed_checkpoint` does, in a group of one rank; all layers at a scale where they matter.
 
     From torchtitan's own initial weights (std 0.02 and less) a model this small gives the same loss to six digits with
     its experts in FP8 or in BF16, and would with most of them missing.
     """
-    row = Row(flavor=flavor).but(checkpoint__enable=True, checkpoint__create_seed_checkpoint=True)
+    row = Row(model=model).but(checkpoint__enable=True, checkpoint__create_seed_checkpoint=True)
     trainer = build(row, None, folder)
     for parameter in trainer.model_parts[0].layers.parameters():
         if parameter.dim() > 1:
