@@ -12,6 +12,8 @@ Forward and backward are custom ops: torch.compile and activation checkpointing 
 parameters themselves, while what is quantized from them stays in weight_cache.py.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,18 +28,17 @@ from converters.weight_cache import quantized
 
 Dtypes = tuple[torch.dtype, torch.dtype]
 Scales = tuple[Tensor | None, Tensor | None]
-
-
-Quantized = tuple[QuantizedWeight, QuantizedWeight]  # W13 and W2
+Weights = tuple[Callable[[], QuantizedWeight], Callable[[], QuantizedWeight]]  # W13 and W2, each made when it is needed
 
 
 def forward_rows(
-    x8: Tensor, sx: Tensor, weights: Quantized, groups: object, dtype: torch.dtype, n: Numerics
+    x8: Tensor, sx: Tensor, weights: Weights, groups: object, dtype: torch.dtype, n: Numerics
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The forward from quantized rows on: -> out [M, D], y13 [M, 2H], h8 [M, H], sh [M]."""
-    backend, (w13, w2) = get_backend(n.backend), weights
+    backend, w13 = get_backend(n.backend), weights[0]()
     y13 = backend.gemm_rows(x8, sx, w13.q, w13.scale, groups, dtype, n.accumulate)
     h8, sh = backend.swiglu_rows(y13)
+    w2 = weights[1]()
     return backend.gemm_rows(h8, sh, w2.q, w2.scale, groups, dtype, n.accumulate), y13, h8, sh
 
 
@@ -46,7 +47,7 @@ def backward_rows(
     x: Rows,
     h: tuple[Tensor, Tensor],
     y13: Tensor,
-    weights: Quantized,
+    weights: Weights,
     groups: object,
     dtypes: Dtypes,
     n: Numerics,
@@ -55,24 +56,28 @@ def backward_rows(
 
     g and x may carry their high-precision tensors, h is (h8, sh); dtypes: of dx and of the weight gradients.
     """
-    backend, (w13, w2), hp = get_backend(n.backend), weights, n.wgrad_from_hp
+    backend, w2, hp = get_backend(n.backend), weights[1](), n.wgrad_from_hp
     dh = backend.gemm_rows(g[0], g[1], w2.q_t, w2.scale_t, groups, y13.dtype, n.accumulate)
+    del w2  # the peak of memory is below
     dw2 = wgrad(g, (*h, swiglu(y13).to(y13.dtype) if hp else None), groups, dtypes[1], n)
     dy8, sdy = backend.dswiglu_rows(dh, y13)
     dy = dswiglu(dh, y13).to(y13.dtype) if hp else None
+    del dh
+    w13 = weights[0]()
     dx = backend.gemm_rows(dy8, sdy, w13.q_t, w13.scale_t, groups, dtypes[0], n.accumulate)
+    del w13
     return dx, wgrad((dy8, sdy, dy), x, groups, dtypes[1], n, parts=2), dw2
 
 
-def quantized_weights(w1: Tensor, w2: Tensor, w3: Tensor, scales: Scales, n: Numerics, backward: bool) -> Quantized:
+def quantized_weights(w1: Tensor, w2: Tensor, w3: Tensor, scales: Scales, n: Numerics, backward: bool) -> Weights:
     """Plain w1, w3 [E, H, D] and w2 [E, D, H] -> W13 and W2: from the cache if it may serve, or as FSDP2 gathered
     them.
     """
     s13, s2 = scales
     if s13 is not None and s2 is not None:
         join = get_backend(n.backend).join_weight
-        return join([w1, w3], s13, transposed=backward), join([w2], s2, transposed=backward)
-    return quantized([w1, w3], n), quantized([w2], n)
+        return partial(join, [w1, w3], s13, backward), partial(join, [w2], s2, backward)
+    return partial(quantized, [w1, w3], n, backward=backward), partial(quantized, [w2], n, backward=backward)
 
 
 def gathered_scales(w1: Tensor, w2: Tensor, w3: Tensor) -> Scales:

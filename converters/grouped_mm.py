@@ -24,7 +24,7 @@ def _forward(x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dty
     """-> y [M, N], and for backward x8 [M, K], sx [M]."""
     n = Numerics.parse(numerics)
     backend = get_backend(n.backend)
-    qw = quantized([w], n, transposed=True)
+    qw = quantized([w], n, backward=False, transposed=True)
     x8, sx = backend.quantize_rows(x)
     groups = backend.groups(offs, x.shape[0])
     return backend.gemm_rows(x8, sx, qw.q, qw.scale, groups, dtype, n.accumulate), x8, sx
@@ -48,7 +48,7 @@ def _backward(
     n = Numerics.parse(numerics)
     backend = get_backend(n.backend)
     groups = backend.groups(offs, g.shape[0])
-    qw = quantized([w], n, transposed=True)
+    qw = quantized([w], n, backward=True, transposed=True)
     g8, sg = backend.quantize_rows(g)
     dx = backend.gemm_rows(g8, sg, qw.q_t, qw.scale_t, groups, x_dtype, n.accumulate)
     return dx, wgrad((g8, sg, g), (x8, sx, x), groups, w.dtype, n)

@@ -34,23 +34,23 @@ _entries: dict[Key, _Entry] = {}
 _lock = threading.Lock()  # autograd runs a device's backward on a thread of its own
 
 
-def quantize(weights: list[Tensor], numerics: Numerics, previous: QuantizedWeight | None = None) -> QuantizedWeight:
-    """weights [E, N_i, K], joined along N, quantized now. `previous`: what the same weights were quantized to
-    before.
-    """
-    return get_backend(numerics.backend).quantize_weight(
-        weights, per_row=numerics.recipe == "rowwise", previous=previous
-    )
+def quantize(weights: list[Tensor], numerics: Numerics, **options: object) -> QuantizedWeight:
+    """weights [E, N_i, K], joined along N, quantized now. options: those of the backend's quantize_weight."""
+    backend = get_backend(numerics.backend)
+    return backend.quantize_weight(weights, per_row=numerics.recipe == "rowwise", **options)
 
 
-def quantized(weights: list[Tensor], numerics: Numerics, transposed: bool = False) -> QuantizedWeight:
+def quantized(
+    weights: list[Tensor], numerics: Numerics, *, backward: bool, transposed: bool = False
+) -> QuantizedWeight:
     """weights [E, N_i, K], joined along N: from the cache while they are unchanged, if `numerics` allows it.
 
+    backward: whether q_t is wanted now, or q. Without the cache only that one is made.
     transposed: they are given as [E, K, N_i]. A transposed view made in here would not share their version counters.
     """
     orient = (lambda w: w.transpose(1, 2)) if transposed else (lambda w: w)
     if not numerics.cache or numerics.temporary or any(w.is_inference() for w in weights):
-        return quantize([orient(w) for w in weights], numerics)
+        return quantize([orient(w) for w in weights], numerics, forward=not backward, backward=backward)
     place = tuple((w.untyped_storage()._cdata, w.storage_offset(), w.shape, w.stride(), w.dtype) for w in weights)
     key = (place, transposed, numerics.recipe, numerics.backend)
     versions = tuple(w._version for w in weights)
@@ -60,7 +60,8 @@ def quantized(weights: list[Tensor], numerics: Numerics, transposed: bool = Fals
             entry = None
         if entry is not None and entry.versions == versions:
             return entry.quantized
-        fresh = quantize([orient(w) for w in weights], numerics, None if entry is None else entry.quantized)
+        previous = None if entry is None else entry.quantized
+        fresh = quantize([orient(w) for w in weights], numerics, previous=previous)
         for dead in [k for k, e in _entries.items() if any(ref.expired() for ref in e.storages)]:
             del _entries[dead]
         _entries[key] = _Entry(tuple(StorageWeakRef(w.untyped_storage()) for w in weights), versions, fresh)

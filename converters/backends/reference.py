@@ -81,7 +81,7 @@ def _spans(offs: Tensor) -> list[tuple[int, int]]:
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, D] -> q [M, D], scale [M]."""
-    scale = pow2_scale(x.abs().amax(1)) if x.shape[1] else x.new_ones(x.shape[0], dtype=torch.float32)
+    scale = pow2_scale(x.abs().amax(1))
     return cast(x, scale[:, None]), scale
 
 
@@ -140,20 +140,24 @@ def _(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_weight(
-    weights: list[Tensor], per_row: bool = False, previous: QuantizedWeight | None = None
+    weights: list[Tensor],
+    per_row: bool = False,
+    previous: QuantizedWeight | None = None,
+    forward: bool = True,
+    backward: bool = True,
 ) -> QuantizedWeight:
     """weights [E, N_i, K], joined along N (w1 and w3 become one GEMM).
 
     per_row False: one scale an expert, so q and q_t are the same bytes. True: one scale a row of each contraction.
-    `previous` may save a backend the search for the amax; it never changes the result.
+    previous: may save a backend the search for an amax, never changes the result. forward, backward: is q, q_t wanted?
     """
     w = torch.cat(weights, dim=1)
-    amax = w.abs().amax(2) if per_row else w.abs().amax((1, 2))
-    amax_t = w.abs().amax(1) if per_row else amax
-    scale, scale_t = pow2_scale(amax), pow2_scale(amax_t)
-    shape = (w.shape[0], -1, 1)
-    q_t = cast(w.transpose(1, 2), scale_t.view(shape)).contiguous()
-    return QuantizedWeight(q=cast(w, scale.view(shape)), scale=scale, q_t=q_t, scale_t=scale_t)
+    scale = pow2_scale(w.abs().amax(2) if per_row else w.abs().amax((1, 2)))
+    scale_t = pow2_scale(w.abs().amax(1)) if per_row else scale
+    shape, none = (w.shape[0], -1, 1), w.new_empty(0, dtype=FP8)
+    q = cast(w, scale.view(shape)) if forward else none
+    q_t = cast(w.transpose(1, 2), scale_t.view(shape)).contiguous() if backward else none
+    return QuantizedWeight(q=q, scale=scale, q_t=q_t, scale_t=scale_t)
 
 
 def amax_slices(w: Tensor) -> Tensor:
@@ -220,10 +224,7 @@ def gemm_wgrad(
     accumulate: str = "fast",
     parts: int = 1,
 ) -> Tensor:
-    """dw[e] = a_e^T @ b_e over the rows of expert e: a of [M, N], b of [M, K] -> [E, N, K] ([parts, E, N / parts, K]).
-
-    An empty expert gets zeros.
-    """
+    """dw[e] = a_e^T @ b_e, zeros for no rows: a of [M, N], b of [M, K] -> [E, N, K] ([parts, E, N / parts, K])."""
     dw = _rows_contracted(a.q, b.q, groups.offs, torch.float32)
     dw = (dw * a.scale[:, :, None] * b.scale[:, None, :]).to(out_dtype)
     return dw if parts == 1 else torch.stack(dw.chunk(parts, dim=1))
