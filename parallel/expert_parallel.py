@@ -10,6 +10,7 @@ Groups are not padded: R is the number of rows that arrive, 0 included.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +67,7 @@ def plan(num_tokens_per_expert: Tensor, group: dist.ProcessGroup) -> Dispatch:
 
 
 def _as_bytes(t: Tensor) -> Tensor:
-    return t.reshape(t.shape[0], -1).contiguous().view(torch.uint8)
+    return t.reshape(t.shape[0], math.prod(t.shape[1:])).contiguous().view(torch.uint8)  # -1 is unknown without rows
 
 
 def to_experts(tensors: list[Tensor], dispatch: Dispatch) -> list[Tensor]:

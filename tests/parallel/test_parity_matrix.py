@@ -2,8 +2,8 @@
 
 Three runs of each layout. `high`: no converter, float32 all through (torchtitan's loop over experts; its grouped GEMM
 rounds to BF16). `fp8`: FP8 experts, both wires in high precision. `wires`: FP8 all-gather and FP8 dispatch on top.
-Numbers reached on a CPU, torch 2.13: `high` 2e-7, `fp8` 6e-4 and in the first step 9e-6 (tensor parallelism: a scale of half a weight
-moves what becomes subnormal).
+Numbers reached on a CPU, torch 2.13: `high` 2e-7; `fp8` 6e-4, and in the first step 9e-6 (tensor parallelism: with the
+scale of half a weight something else is subnormal).
 
 `high` differs from one process in the order of sums only. So does `fp8`, but where a sum lands across a rounding
 boundary of FP8, or a token across the router's, a value moves by a step of FP8, and training amplifies it. Before the
@@ -18,7 +18,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import distributed
-from tests.parallel.matrix import MODELS, Curve, Row, make_seed_checkpoint, train
+from tests.parallel.matrix import Curve, make_seed_checkpoint, train
+from tests.parallel.rows import MODELS, Row
 
 HIGH, FP8, FP8_FIRST_STEP = 1e-5, 1e-3, 2e-5
 
