@@ -6,9 +6,6 @@ Both keep one program on every SM, and in it three partitions with their own ins
     compute 0    4 warps   wgmma 64 x BN on the upper half of each 128 x BN tile, then its epilogue
     compute 1    4 warps   the lower half
 
-Products and stores overlap (LATE): a finished tile, scaled and cast to 64 registers of BF16, is stored while the first
-product of the next tile runs. A float32 tile has no room for that in registers and is stored at once.
-
 Group sizes are read from the tables of groups.py. A partition whose 64 rows lie outside the group loads and multiplies
 nothing. Stores that would leave a group are masked, the others go through TMA. Operands are E4M3 with the contraction
 contiguous (wgmma takes nothing else), K, N and padded columns multiples of 16 (TMA takes nothing else); anything beyond
@@ -95,34 +92,6 @@ def multiply(ring, steps, stage, phase, WG: gl.constexpr, layout: gl.constexpr, 
 
 
 @gluon.jit
-def start(ring, stage, phase, WG: gl.constexpr, layout: gl.constexpr):
-    """Issues the first product of a tile and leaves it in flight, for `resume`."""
-    a_bufs, b_bufs, full, _ = ring
-    BN: gl.constexpr = b_bufs.shape[1]
-    mbarrier.wait(full.index(stage), phase)
-    acc = gl.zeros((ROWS, BN), gl.float32, layout)
-    a, b = a_bufs.index(stage * WGS + WG), b_bufs.index(stage).permute((1, 0))
-    acc = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-
-
-@gluon.jit
-def resume(acc, ring, steps, stage, phase, WG: gl.constexpr):
-    """The other steps of what `start` began; the last product is left in flight, for `finish`."""
-    a_bufs, b_bufs, full, empty = ring
-    STAGES: gl.constexpr = b_bufs.shape[0]
-    stage, phase = advance(stage, phase, STAGES)
-    for _ in range(1, steps):
-        mbarrier.wait(full.index(stage), phase)
-        a, b = a_bufs.index(stage * WGS + WG), b_bufs.index(stage).permute((1, 0))
-        acc = warpgroup_mma(a, b, acc, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        mbarrier.arrive(empty.index(before(stage, STAGES)))
-        stage, phase = advance(stage, phase, STAGES)
-    return acc, stage, phase
-
-
-@gluon.jit
 def finish(acc, ring, steps, stage, PRECISE: gl.constexpr):
     """Waits for the last product of `multiply`."""
     STAGES: gl.constexpr = ring[1].shape[0]
@@ -164,8 +133,12 @@ def _scaled(acc, row_scale, column_scale, dtype: gl.constexpr):
 
 
 @gluon.jit
-def scaled(acc, row_scale, column_scale, column, rows_left, width, live, dtype: gl.constexpr, COLUMNS: gl.constexpr):
-    """acc, scaled, in `dtype`. column_scale: one each (COLUMNS), or one for all. live: 0 makes zeros."""
+def _emit(acc, to, row_scale, column_scale, row, column, rows_left, width, live, COLUMNS: gl.constexpr):
+    """Scales acc and stores it to rows row .. row + rows_left, at most its own, of `to`: row-major, `width` wide.
+
+    to: descriptor, pointer, shared buffer. column_scale: one each (COLUMNS), or one for all. live: 0 makes zeros.
+    """
+    desc, base, out = to
     layout: gl.constexpr = acc.type.layout
     r = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
     c = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
@@ -174,44 +147,27 @@ def scaled(acc, row_scale, column_scale, column, rows_left, width, live, dtype: 
         b = gl.expand_dims(gl.load(column_scale + c, mask=(c < width) & (live > 0), other=0.0), 0)
     else:
         b = gl.load(column_scale)
-    return _scaled(acc, a, b, dtype)
-
-
-@gluon.jit
-def put(tile, to, row, column, rows_left, width):
-    """tile to rows row .. row + rows_left, at most its own, perhaps none, of `to`: row-major, `width` wide.
-
-    to: descriptor, pointer, shared buffer.
-    """
-    desc, base, out = to
-    layout: gl.constexpr = tile.type.layout
-    if rows_left >= tile.shape[0]:
+    tile = _scaled(acc, a, b, out.dtype)
+    if rows_left >= acc.shape[0]:
         tma.store_wait(0)  # the buffer's last store has been read
         out.store(tile)
         fence_async_shared()
         async_store(desc, [row, column], out)
     else:
-        if rows_left > 0:
-            r = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
-            c = column + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
-            at = base + gl.expand_dims((row + r).to(gl.int64) * width, 1) + gl.expand_dims(c, 0)
-            gl.store(at, tile, mask=gl.expand_dims(r < rows_left, 1) & gl.expand_dims(c < width, 0))
+        at = base + gl.expand_dims((row + r).to(gl.int64) * width, 1) + gl.expand_dims(c, 0)
+        gl.store(at, tile, mask=gl.expand_dims(r < rows_left, 1) & gl.expand_dims(c < width, 0))
 
 
 @gluon.jit
-def emit(acc, to, row_scale, column_scale, row, column, rows_left, width, live, COLUMNS: gl.constexpr):
-    """Scales and stores acc at once, in two pieces if the shared buffer is half as wide."""
-    dtype: gl.constexpr = to[2].dtype
+def emit_all(acc, to, row_scale, column_scale, row, column, rows_left, width, live, COLUMNS: gl.constexpr):
+    """`_emit`, in two pieces if the shared buffer is half as wide as acc."""
     PIECE: gl.constexpr = to[2].shape[1]
     if acc.shape[1] == PIECE:
-        tile = scaled(acc, row_scale, column_scale, column, rows_left, width, live, dtype, COLUMNS)
-        put(tile, to, row, column, rows_left, width)
+        _emit(acc, to, row_scale, column_scale, row, column, rows_left, width, live, COLUMNS)
     else:
         left, right = acc.reshape((acc.shape[0], 2, PIECE)).permute((0, 2, 1)).split()
-        tile = scaled(left, row_scale, column_scale, column, rows_left, width, live, dtype, COLUMNS)
-        put(tile, to, row, column, rows_left, width)
-        tile = scaled(right, row_scale, column_scale, column + PIECE, rows_left, width, live, dtype, COLUMNS)
-        put(tile, to, row, column + PIECE, rows_left, width)
+        _emit(left, to, row_scale, column_scale, row, column, rows_left, width, live, COLUMNS)
+        _emit(right, to, row_scale, column_scale, row, column + PIECE, rows_left, width, live, COLUMNS)
 
 
 @gluon.jit

@@ -9,16 +9,12 @@ from converters.kernels.gemm import (
     WGS,
     advance,
     async_load,
-    emit,
+    emit_all,
     finish,
     make_ring,
     multiply,
     place,
-    put,
-    resume,
-    scaled,
     skip,
-    start,
     touch,
 )
 
@@ -77,46 +73,10 @@ def _compute_rows(work, WG: gl.constexpr, PROGRAMS: gl.constexpr, PRECISE: gl.co
             scale, w, first, left, column = row_scale + row, w_scale + e, row, end - row, j * BN
             e, row, end, live, j = _rows_tile(t + PROGRAMS, tiles, down, across, order)
             acc = finish(acc, ring, steps, stage, PRECISE)
-            emit(acc, (yd, y, out.index(WG)), scale, w, first, column, left, N, steps, False)
+            emit_all(acc, (yd, y, out.index(WG)), scale, w, first, column, left, N, steps, False)
         else:
             stage, phase = skip(ring, steps, stage, phase)
             e, row, end, live, j = _rows_tile(t + PROGRAMS, tiles, down, across, order)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _compute_rows_late(work, WG: gl.constexpr, PROGRAMS: gl.constexpr):
-    """As `_compute_rows`, in BF16 and fast; a tile is stored while the first product of the next one runs."""
-    yd, y, row_scale, w_scale, out, ring, spans, tiles, E, N, K, order = work
-    BN: gl.constexpr = ring[1].shape[1]
-    BK: gl.constexpr = ring[1].shape[2]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
-    down = gl.load(spans + E * 4 + 2)
-    across = gl.cdiv(N, BN)
-    to = (yd, y, out.index(WG))
-    tile = gl.zeros((ROWS, BN), yd.dtype, layout)
-    first, column, left, stage, phase = 0 * E, 0 * E, 0 * E, 0, 0  # left: rows of `tile` that wait to be stored
-    e, row, end, live, j = _rows_tile(gl.program_id(0), tiles, down, across, order)
-    for t in range(gl.program_id(0), down * across, PROGRAMS):
-        row += WG * ROWS
-        steps = live * gl.cdiv(K, BK)
-        if (row < end) & (steps > 0):
-            acc = start(ring, stage, phase, WG, layout)
-            put(tile, to, first, column, left, N)
-            acc, stage, phase = resume(acc, ring, steps, stage, phase, WG)
-            touch(row_scale + row, end - row)
-            first, column, left = row, j * BN, end - row
-            scale, w = row_scale + row, w_scale + e
-            e, row, end, live, j = _rows_tile(t + PROGRAMS, tiles, down, across, order)
-            acc = finish(acc, ring, steps, stage, False)
-            tile = scaled(acc, scale, w, column, left, N, steps, yd.dtype, False)
-        else:  # zeros for rows of nobody, or no rows at all
-            put(tile, to, first, column, left, N)
-            tile = gl.zeros((ROWS, BN), yd.dtype, layout)
-            first, column, left = row, j * BN, end - row
-            stage, phase = skip(ring, steps, stage, phase)
-            e, row, end, live, j = _rows_tile(t + PROGRAMS, tiles, down, across, order)
-    put(tile, to, first, column, left, N)
     tma.store_wait(0)
 
 
@@ -124,21 +84,18 @@ def _compute_rows_late(work, WG: gl.constexpr, PROGRAMS: gl.constexpr):
 def rows_kernel(
     xd, wd, yd, y, row_scale, w_scale, spans, tiles, E, N, K, order,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
-    PROGRAMS: gl.constexpr, PRECISE: gl.constexpr, LATE: gl.constexpr,
+    PROGRAMS: gl.constexpr, PRECISE: gl.constexpr,
 ):  # fmt: skip
     """y[M, N] = (x[M, K] * row_scale) @ (w[e][N, K] * w_scale[e])^T for the rows of each expert e."""
     ring = make_ring(xd.dtype, BN, BK, STAGES)
     out = gl.allocate_shared_memory(yd.dtype, [WGS, ROWS, BN // PIECES], yd.layout)
     work = (yd, y, row_scale, w_scale, out, ring, spans, tiles, E, N, K, order)
-    load = (xd, wd, ring, spans, tiles, E, N, K, order, PROGRAMS)
-    # registers a thread: 40 to load, 232 to compute; the first partition gets what is left of 168 * 384
-    if LATE:
-        late_0, late_1 = (work, 0, PROGRAMS), (work, 1, PROGRAMS)
-        gl.warp_specialize(
-            [(_compute_rows_late, late_0), (_compute_rows_late, late_1), (_load_rows, load)], [4, 1], [232, 40]
-        )
-    else:
-        at_once_0, at_once_1 = (work, 0, PROGRAMS, PRECISE), (work, 1, PROGRAMS, PRECISE)
-        gl.warp_specialize(
-            [(_compute_rows, at_once_0), (_compute_rows, at_once_1), (_load_rows, load)], [4, 1], [232, 40]
-        )
+    gl.warp_specialize(
+        [
+            (_compute_rows, (work, 0, PROGRAMS, PRECISE)),
+            (_compute_rows, (work, 1, PROGRAMS, PRECISE)),
+            (_load_rows, (xd, wd, ring, spans, tiles, E, N, K, order, PROGRAMS)),
+        ],
+        [4, 1],
+        [232, 40],  # registers a thread; the first partition gets what is left of 168 * 384, 232
+    )

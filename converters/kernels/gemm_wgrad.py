@@ -9,16 +9,12 @@ from converters.kernels.gemm import (
     WGS,
     advance,
     async_load,
-    emit,
+    emit_all,
     finish,
     make_ring,
     multiply,
     place,
-    put,
-    resume,
-    scaled,
     skip,
-    start,
     touch,
 )
 
@@ -34,12 +30,6 @@ def _wgrad_tile(t, spans, E, NP, K, order, PARTS: gl.constexpr, BM: gl.constexpr
     part = 0 * e if PARTS == 1 else i // gl.cdiv(NP, BM)
     size = gl.load(spans + e * 4 + 1) - gl.load(spans + e * 4)
     return e, part, (i - part * gl.cdiv(NP, BM)) * BM, j * BN, gl.load(spans + e * 4 + 2) * 128, size
-
-
-@gluon.jit
-def _touch_pairs(scale, size):
-    """`touch` for bfloat16 scales: two in 4 bytes."""
-    touch(scale.cast(gl.pointer_type(gl.int32), bitcast=True), size // 2)
 
 
 @gluon.jit
@@ -80,51 +70,15 @@ def _compute_wgrad(work, WG: gl.constexpr, PARTS: gl.constexpr, PROGRAMS: gl.con
             acc, stage, phase = multiply(ring, steps, stage, phase, WG, layout, PRECISE)
             # while the last product is in flight: the scales, and where the next tile is
             sa, sb = a_scale + e.to(gl.int64) * NP * PARTS + part * NP + n, b_scale + e.to(gl.int64) * K
-            _touch_pairs(sa, gl.minimum(NP - n, ROWS))
-            _touch_pairs(sb + k, gl.minimum(K - k, BN))
+            touch((sa).cast(gl.pointer_type(gl.int32), bitcast=True), gl.minimum(NP - n, ROWS) // 2)
+            touch((sb + k).cast(gl.pointer_type(gl.int32), bitcast=True), gl.minimum(K - k, BN) // 2)
             first, left, column = (part * E + e) * NP + n, NP - n, k
             e, part, n, k, _, size = _wgrad_tile(t + PROGRAMS, spans, E, NP, K, order, PARTS, BM, BN)
             acc = finish(acc, ring, steps, stage, PRECISE)
-            emit(acc, (od, dw, out.index(WG)), sa, sb, first, column, left, K, steps, True)
+            emit_all(acc, (od, dw, out.index(WG)), sa, sb, first, column, left, K, steps, True)
         else:
             stage, phase = skip(ring, steps, stage, phase)
             e, part, n, k, _, size = _wgrad_tile(t + PROGRAMS, spans, E, NP, K, order, PARTS, BM, BN)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _compute_wgrad_late(work, WG: gl.constexpr, PARTS: gl.constexpr, PROGRAMS: gl.constexpr):
-    """As `_compute_wgrad`, in BF16 and fast; a tile is stored while the first product of the next one runs."""
-    od, dw, a_scale, b_scale, out, ring, spans, E, NP, K, order = work
-    BM: gl.constexpr = WGS * ROWS
-    BN: gl.constexpr = ring[1].shape[1]
-    BK: gl.constexpr = ring[1].shape[2]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
-    to = (od, dw, out.index(WG))
-    tile = gl.zeros((ROWS, BN), od.dtype, layout)
-    first, column, left, stage, phase = 0 * E, 0 * E, 0 * E, 0, 0  # left: rows of `tile` that wait to be stored
-    e, part, n, k, _, size = _wgrad_tile(gl.program_id(0), spans, E, NP, K, order, PARTS, BM, BN)
-    for t in range(gl.program_id(0), E * PARTS * gl.cdiv(NP, BM) * gl.cdiv(K, BN), PROGRAMS):
-        n += WG * ROWS
-        steps = gl.cdiv(size, BK)
-        if (n < NP) & (steps > 0):
-            acc = start(ring, stage, phase, WG, layout)
-            put(tile, to, first, column, left, K)
-            acc, stage, phase = resume(acc, ring, steps, stage, phase, WG)
-            sa, sb = a_scale + e.to(gl.int64) * NP * PARTS + part * NP + n, b_scale + e.to(gl.int64) * K
-            _touch_pairs(sa, gl.minimum(NP - n, ROWS))
-            _touch_pairs(sb + k, gl.minimum(K - k, BN))
-            first, column, left = (part * E + e) * NP + n, k, NP - n
-            e, part, n, k, _, size = _wgrad_tile(t + PROGRAMS, spans, E, NP, K, order, PARTS, BM, BN)
-            acc = finish(acc, ring, steps, stage, False)
-            tile = scaled(acc, sa, sb, column, left, K, steps, od.dtype, True)
-        else:  # zeros for an expert without rows, or no rows of dw at all
-            put(tile, to, first, column, left, K)
-            tile = gl.zeros((ROWS, BN), od.dtype, layout)
-            first, column, left = (part * E + e) * NP + n, k, NP - n
-            stage, phase = skip(ring, steps, stage, phase)
-            e, part, n, k, _, size = _wgrad_tile(t + PROGRAMS, spans, E, NP, K, order, PARTS, BM, BN)
-    put(tile, to, first, column, left, K)
     tma.store_wait(0)
 
 
@@ -132,21 +86,18 @@ def _compute_wgrad_late(work, WG: gl.constexpr, PARTS: gl.constexpr, PROGRAMS: g
 def wgrad_kernel(
     ad, bd, od, dw, a_scale, b_scale, spans, E, NP, K, order, PARTS: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
-    PROGRAMS: gl.constexpr, PRECISE: gl.constexpr, LATE: gl.constexpr,
+    PROGRAMS: gl.constexpr, PRECISE: gl.constexpr,
 ):  # fmt: skip
     """dw[part, e][NP, K] = (a[part * NP .., tokens of e] * a_scale[e]) @ (b[K, tokens of e] * b_scale[e])^T."""
     ring = make_ring(ad.dtype, BN, BK, STAGES)
     out = gl.allocate_shared_memory(od.dtype, [WGS, ROWS, BN // PIECES], od.layout)
     work = (od, dw, a_scale, b_scale, out, ring, spans, E, NP, K, order)
-    load = (ad, bd, ring, spans, E, NP, K, order, PARTS, PROGRAMS)
-    # registers a thread: 40 to load, 232 to compute; the first partition gets what is left of 168 * 384
-    if LATE:
-        late_0, late_1 = (work, 0, PARTS, PROGRAMS), (work, 1, PARTS, PROGRAMS)
-        gl.warp_specialize(
-            [(_compute_wgrad_late, late_0), (_compute_wgrad_late, late_1), (_load_wgrad, load)], [4, 1], [232, 40]
-        )
-    else:
-        at_once_0, at_once_1 = (work, 0, PARTS, PROGRAMS, PRECISE), (work, 1, PARTS, PROGRAMS, PRECISE)
-        gl.warp_specialize(
-            [(_compute_wgrad, at_once_0), (_compute_wgrad, at_once_1), (_load_wgrad, load)], [4, 1], [232, 40]
-        )
+    gl.warp_specialize(
+        [
+            (_compute_wgrad, (work, 0, PARTS, PROGRAMS, PRECISE)),
+            (_compute_wgrad, (work, 1, PARTS, PROGRAMS, PRECISE)),
+            (_load_wgrad, (ad, bd, ring, spans, E, NP, K, order, PARTS, PROGRAMS)),
+        ],
+        [4, 1],
+        [232, 40],  # registers a thread; the first partition gets what is left of 168 * 384, 232
+    )

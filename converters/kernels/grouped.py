@@ -61,7 +61,7 @@ def gemm_rows(
         _descriptor(q, ROWS, BK), _descriptor(w_q, tile.bn, BK), _descriptor(y, ROWS, tile.bn // tile.pieces),
         y, scale, w_scale, spans, tiles, E, N, K, tile.order,
         BN=tile.bn, BK=BK, STAGES=tile.stages, PIECES=tile.pieces, PROGRAMS=programs(q.device),
-        PRECISE=precise, LATE=tile.late, num_warps=4,
+        PRECISE=precise, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -107,6 +107,6 @@ def gemm_wgrad(
         _descriptor(a, ROWS, BK), _descriptor(b, tile.bn, BK), _descriptor(dw, ROWS, tile.bn // tile.pieces),
         dw, a_scale, b_scale, spans, E, NP, K, tile.order, PARTS=parts,
         BN=tile.bn, BK=BK, STAGES=tile.stages, PIECES=tile.pieces, PROGRAMS=programs(a.device),
-        PRECISE=precise, LATE=tile.late, num_warps=4,
+        PRECISE=precise, num_warps=4,
     )  # fmt: skip
     return dw

@@ -7,21 +7,16 @@ import torch
 
 ROWS = 64  # of a tile, for one of its two compute partitions
 BK = 128  # bytes of contraction a step, one swizzled row of shared memory
-LATE = True  # store tiles late where the output is BF16
 
 
 @dataclass(frozen=True)
 class Tile:
-    """bn: columns. stages: of the load ring. pieces: that 64 rows are stored in. order: rows of a band of tiles.
-
-    late: a tile is stored while the first product of the next one runs (gemm.py).
-    """
+    """bn: columns. stages: of the load ring. pieces: that 64 rows are stored in. order: rows of a band of tiles."""
 
     bn: int
     stages: int
     pieces: int
     order: int
-    late: bool
 
 
 # TFLOP/s in runs of 60 ms, W13 forward / W2 forward / W13 dgrad, by rows an expert (H200, torch 2.11, triton 3.6):
@@ -35,8 +30,8 @@ def rows_tile(M: int, N: int, K: int, E: int, itemsize: int, precise: bool) -> T
     """For y[M, N] = x[M, K] @ w[e]^T with E experts and an output of `itemsize` bytes an element."""
     order = 16 if M >= 512 * E else 8
     if precise:
-        return Tile(bn=128, stages=4, pieces=1, order=order, late=False)
-    return Tile(bn=256, stages=3, pieces=1 if itemsize == 2 else 2, order=order, late=LATE and itemsize == 2)
+        return Tile(bn=128, stages=4, pieces=1, order=order)
+    return Tile(bn=256, stages=3, pieces=1 if itemsize == 2 else 2, order=order)
 
 
 # TFLOP/s, dW13 / dW2, the same way:
@@ -49,8 +44,8 @@ def rows_tile(M: int, N: int, K: int, E: int, itemsize: int, precise: bool) -> T
 def wgrad_tile(M: int, N: int, K: int, E: int, itemsize: int, precise: bool) -> Tile:
     """For dw[e][N, K] = a[N, tokens] @ b[K, tokens]^T over M tokens of E experts."""
     if precise:
-        return Tile(bn=128, stages=4, pieces=1, order=8, late=False)
-    return Tile(bn=256, stages=3, pieces=1 if itemsize == 2 else 2, order=8, late=LATE and itemsize == 2)
+        return Tile(bn=128, stages=4, pieces=1, order=8)
+    return Tile(bn=256, stages=3, pieces=1 if itemsize == 2 else 2, order=8)
 
 
 @cache

@@ -12,7 +12,6 @@ from torch import Tensor
 from converters.backends import hopper, reference
 from converters.config import Numerics
 from converters.expert_mlp import expert_mlp
-from converters.kernels import tiles
 
 pytestmark = pytest.mark.gpu(capability=(9, 0))
 
@@ -135,23 +134,6 @@ def test_gemms_agree_with_float64(sizes: list[int], M: int, dtype: torch.dtype, 
         assert size or not dw[:, e].any()
         begin += size
     assert _sqnr(torch.stack(expected.chunk(2, dim=1)), dw) > floor
-
-
-@pytest.mark.parametrize(("sizes", "M"), [*GROUPS, ([3000, 0, 1, 2500], 6000)], ids=lambda v: str(v)[:24])
-def test_late_stores_change_nothing(sizes: list[int], M: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    K, N, live, offs = 528, 2080, sum(sizes), _offs(sizes)  # at 6000 rows several tiles a program
-    g = hopper.groups(offs, M)
-    q, s = hopper.quantize_rows(_rows(M, K, live))
-    w = hopper.quantize_weight([torch.randn(len(sizes), N, K, device="cuda")])
-    a = hopper.wgrad_operand(*hopper.quantize_rows(_rows(M, N, live)), g)
-    b = hopper.wgrad_operand(q, s, g)
-    found = []
-    for late in (True, False):
-        monkeypatch.setattr(tiles, "LATE", late)
-        y = hopper.gemm_rows(q, s, w.q, w.scale, g, torch.bfloat16)
-        found.append((y, hopper.gemm_wgrad(a, b, g, torch.bfloat16, parts=2)))
-    for late, at_once in zip(*found, strict=True):
-        assert torch.equal(late, at_once)
 
 
 def test_precise_accumulation_is_more_precise_over_a_long_contraction() -> None:

@@ -57,7 +57,7 @@ def test_gemm_compiles_for_hopper(kernel: object, precise: bool, dtype: torch.dt
     types = {"xd": a, "ad": a, "wd": b, "bd": b, "yd": c, "od": c, "y": f"*{TYPES[dtype]}", "dw": f"*{TYPES[dtype]}"}
     types |= dict.fromkeys(("row_scale", "w_scale"), "*fp32") | dict.fromkeys(("a_scale", "b_scale"), "*bf16")
     constants = {"BN": tile.bn, "BK": BK, "STAGES": tile.stages, "PIECES": tile.pieces, "PROGRAMS": 132}
-    constants |= {"PRECISE": precise, "LATE": tile.late} | ({"PARTS": 2} if kernel is wgrad_kernel else {})
+    constants |= {"PRECISE": precise} | ({"PARTS": 2} if kernel is wgrad_kernel else {})
     types |= dict.fromkeys(("spans", "tiles"), "*i32") | dict.fromkeys(("E", "N", "NP", "K", "order"), "i32")
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
