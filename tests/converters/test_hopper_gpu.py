@@ -109,7 +109,7 @@ def test_swiglu_is_within_a_rounding_of_its_twin() -> None:
 
 # The tensor core sums to about 14 bits, over all of the contraction or (precise) 128 of it: 79 dB. BF16 leaves 50.
 @pytest.mark.parametrize(("dtype", "accumulate", "floor"), [
-    (torch.bfloat16, "fast", 48), (torch.float32, "fast", 60), (torch.float32, "precise", 75),
+    (torch.bfloat16, "fast", 48), (torch.float32, "fast", 60), (torch.float32, "precise", 70),
 ])  # fmt: skip
 @pytest.mark.parametrize(("sizes", "M"), GROUPS, ids=lambda v: str(v)[:24])
 def test_gemms_agree_with_float64(sizes: list[int], M: int, dtype: torch.dtype, accumulate: str, floor: float) -> None:
