@@ -34,7 +34,7 @@ def main() -> None:
     sys.argv[1:] = with_config_module(sys.argv[1:])
     if "RANK" not in os.environ:
         os.environ |= ONE_PROCESS
-    # Idle OpenMP threads sleep instead of spinning: on two busy cores a step of the debug recipe takes 0.5 s, not 2 to 4.
+    # Idle OpenMP threads sleep instead of spinning: on two busy cores a debug step takes 0.5 s, not 2 to 4.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from parallel.device import prepare_device

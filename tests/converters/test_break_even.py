@@ -76,7 +76,7 @@ def test_no_file_is_no_table_and_another_file_is_refused(tmp_path: Path) -> None
 @pytest.mark.skipif(not RESULTS.exists(), reason="not measured yet")
 def test_the_committed_measurement_is_read() -> None:
     measured = load_measured()
-    assert len(measured) > 3
+    assert len(measured) >= 2
     assert all(m.rows > 0 and m.bf16 > 0 and m.cold >= m.warm > 0 for m in measured)
 
 

@@ -99,7 +99,9 @@ def test_any_write_is_seen_by_any_use(use: str, write: str) -> None:
 
 def count_quantizations(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     calls, real = [], weight_cache.quantize
-    monkeypatch.setattr(weight_cache, "quantize", lambda *args, **options: (calls.append(None), real(*args, **options))[1])
+    monkeypatch.setattr(
+        weight_cache, "quantize", lambda *args, **kwargs: (calls.append(None), real(*args, **kwargs))[1]
+    )
     return calls
 
 
