@@ -15,15 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import train_spec as train_specs
 from torchtitan.train import Trainer
 
 import recipes.register  # noqa: F401  (importing registers)
+from recipes.datasets import build_dataloader
 from recipes.models import llama4
 from tests.helpers import DEVICE
 from tests.parallel.rows import BATCH, FLAVORS, SEQ_LEN, VOCAB, Row
 
+TOKENIZER = Path(__file__).parents[2] / "assets" / "tokenizer"
 Curve = list[tuple[float, float]]  # loss and gradient norm of each step
 
 
@@ -56,6 +60,30 @@ class Batches(BaseDataLoader):
         self.given = state["given"]
 
 
+class Texts(BaseDataLoader):
+    """The recipes' own loader, its tokens folded into the small vocabulary."""
+
+    def __init__(self, rank: int, ranks: int, job_config: JobConfig) -> None:
+        tokenizer = HuggingFaceTokenizer(str(TOKENIZER))
+        self.loader = build_dataloader(dp_world_size=ranks, dp_rank=rank, tokenizer=tokenizer, job_config=job_config)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        for inputs, labels in self.loader:
+            yield {"input": inputs["input"] % VOCAB}, labels % VOCAB
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+def build_batches(dp_world_size: int, dp_rank: int, tokenizer: None, job_config: JobConfig) -> BaseDataLoader:
+    if job_config.training.dataset == "jsonl":
+        return Texts(dp_rank, dp_world_size, job_config)
+    return Batches(dp_rank, dp_world_size, job_config.training.local_batch_size)
+
+
 class Recorder:
     """A metrics processor that keeps the numbers. `curve` has one entry a step."""
 
@@ -85,9 +113,7 @@ def register_matrix() -> None:
         llama4.train_spec(),
         model_args={},
         build_tokenizer_fn=None,
-        build_dataloader_fn=lambda dp_world_size, dp_rank, tokenizer, job_config: Batches(
-            dp_rank, dp_world_size, job_config.training.local_batch_size
-        ),
+        build_dataloader_fn=build_batches,
         build_metrics_processor_fn=lambda *args: Recorder(),
         build_validator_fn=None,
         state_dict_adapter=None,

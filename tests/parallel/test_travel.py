@@ -1,7 +1,6 @@
 """What crosses the wires, counted in bytes, and how often a step quantizes and reduces; rows that travel oddly."""
 
 import gc
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from converters.fp8_grouped_experts import convert
 from converters.gathered_weight import FP8GatheredWeight
 from parallel.expert_parallel import from_experts, plan, to_experts
 from tests.helpers import distributed
+from tests.parallel.checks import checks_of, expect_no_error, run_checks
 from tests.parallel.matrix import build, make_seed_checkpoint
 from tests.parallel.rows import BATCH, SEQ_LEN, Row
 from tests.parallel.traffic import Traffic
@@ -196,7 +196,7 @@ def check_rows_go_to_their_experts_and_back(folder: Path) -> None:
         assert torch.equal(from_experts(arrived.float(), dispatch), rows), name
 
 
-CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}
+CHECKS = checks_of(globals())
 
 
 @distributed(1)
@@ -206,19 +206,11 @@ def seed(folder: str) -> None:
 
 @distributed(2, timeout_s=240)
 def all_checks(folder: str) -> None:
-    for name, check in CHECKS.items():
-        error = ""
-        try:
-            check(Path(folder))
-        except Exception:
-            error = traceback.format_exc()
-        with (Path(folder) / f"{name}.{dist.get_rank()}").open("w") as f:
-            f.write(error)
+    run_checks(CHECKS, Path(folder))
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file for each check and rank: empty, or what went wrong."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("travel")
     seed(str(folder))
     all_checks(str(folder))
@@ -226,7 +218,5 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_on_two_ranks(name: str, errors: Path) -> None:
-    for rank in range(2):
-        if error := (errors / f"{name}.{rank}").read_text():
-            pytest.fail(f"rank {rank}:\n{error}", pytrace=False)
+def test_on_two_ranks(name: str, results: Path) -> None:
+    expect_no_error(name, results, ranks=2)
