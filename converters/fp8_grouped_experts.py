@@ -30,6 +30,7 @@ from converters.dispatched_mlp import dispatched_mlp
 from converters.expert_mlp import expert_mlp
 from converters.expert_weight import FP8ExpertWeight
 from converters.gathered_weight import quantize_shards
+from converters.layout import check_layout
 from converters.selection import (
     ConversionReport,
     ConvertedWeight,
@@ -108,6 +109,15 @@ def convert_module(module: nn.Module, numerics: Numerics, ep_dispatch: bool = Fa
     module.extra_repr = types.MethodType(lambda self: describe, module)
 
 
+def _check_wires(fqn: str, module: nn.Module, config: FP8GroupedExpertsConfig) -> None:
+    for option in ("fsdp_fp8_all_gather", "ep_fp8_dispatch"):
+        if getattr(config, option) == "on" and not _takes_our_forward(module):
+            raise ValueError(
+                f"[fp8.grouped_experts] {option} = 'on' needs torchtitan's own forward of GroupedExperts, and {fqn} "
+                f"({type(module).__name__}) has another one. Set {option} = 'auto', or leave this module out with fqns."
+            )
+
+
 def _too_slow(
     model: nn.Module, chosen: dict[str, nn.Module], config: FP8GroupedExpertsConfig, work: Workload
 ) -> list[SkippedModule]:
@@ -130,7 +140,8 @@ def convert(model: nn.Module, config: FP8GroupedExpertsConfig, work: Workload | 
     work: what the job sends through them, to say or to leave out where FP8 will be slower (hopper backend).
 
     Raises:
-        ValueError: nothing matches, a shape is not supported, or the backend cannot run here.
+        ValueError: nothing matches, a shape is not supported, the backend cannot run here, or a wire that was asked for
+            by name cannot be FP8.
     """
     numerics = resolve(config)
     chosen, skipped = select(model, config)
@@ -143,6 +154,7 @@ def convert(model: nn.Module, config: FP8GroupedExpertsConfig, work: Workload | 
     for fqn, module in chosen.items():
         if config.experts == "sequential" and isinstance(module, GroupedExperts):
             run_sequentially(module)
+        _check_wires(fqn, module, config)
         convert_module(module, numerics, ep_dispatch)
         for name in stacked_weights(module):
             w = getattr(module, name)
@@ -169,7 +181,7 @@ class FP8GroupedExpertsConverter:
                 "--job.custom_config_module=recipes.job_config (or job.custom_config_module in the TOML)."
             )
         self.config: FP8GroupedExpertsConfig = job_config.fp8.grouped_experts
-        self.workload = workload(job_config, parallel_dims)
+        self.job_config, self.parallel_dims = job_config, parallel_dims
 
     @staticmethod
     def unavailable_reason() -> str | None:
@@ -178,7 +190,9 @@ class FP8GroupedExpertsConverter:
 
     def convert(self, model: nn.Module) -> None:
         """Converts `model` in place. Called on the meta device, before any parallelism."""
-        logger.info(convert(model, self.config, self.workload).summary())
+        check_layout(select(model, self.config)[0], self.config, self.job_config, self.parallel_dims)
+        work = workload(self.job_config, self.parallel_dims)
+        logger.info(convert(model, self.config, work).summary())
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Quantizes the FSDP2 shards for the next step: one all-reduce of the maxima of all experts."""

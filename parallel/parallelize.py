@@ -1,7 +1,7 @@
 """In which order is a model made parallel, and what does torchtitan 0.2.2 leave to put right around its own plan?
 
     converters   on the meta device (the trainer)
-    this file    refuses layouts that would fail later, on one rank or in a kernel
+    this file    refuses expert parallelism that does not divide the experts
     torchtitan   TP -> EP -> context parallelism -> recomputation -> compile -> FSDP2, HSDP or DDP  (parallelize_llama)
     this file    gradients of an MoE whose expert parallelism borrows the ranks of tensor parallelism
     to_empty, init_weights, optimizer, checkpoint (the trainer)
@@ -19,6 +19,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama4.infra.parallelize import parallelize_llama
 from torchtitan.models.moe import MoE
+from torchtitan.models.moe.moe import GroupedExperts
 
 from parallel.loss import scaled_gradient
 
@@ -41,8 +42,23 @@ def _sum_gradients_of_routed_tokens(moe: MoE, tp_mesh: DeviceMesh) -> None:
         moe.shared_experts.register_forward_pre_hook(average, prepend=True)
 
 
+def check_expert_parallel(model: nn.Module, degree: int) -> None:
+    """Raises ValueError where expert parallelism would divide the experts of a layer unevenly."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, GroupedExperts) and module.num_experts % degree:
+            raise ValueError(
+                f"{fqn} has {module.num_experts} experts, and parallelism.expert_parallel_degree = {degree} does not "
+                "divide them: each rank holds as many as the others. Choose a degree that does."
+            )
+
+
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """`parallelize_fn` of a train spec: torchtitan's plan for Llama4 and models with its module names, put right."""
+    """`parallelize_fn` of a train spec: torchtitan's plan for Llama4 and models with its module names, put right.
+
+    Raises:
+        ValueError: the degree of expert parallelism does not divide the experts.
+    """
+    check_expert_parallel(model, parallel_dims.ep)
     model = parallelize_llama(model, parallel_dims, job_config)
     if parallel_dims.tp_enabled and parallel_dims.ep_enabled and not parallel_dims.etp_enabled:
         for module in model.modules():

@@ -1,0 +1,45 @@
+"""In which layouts can FP8 experts not run?  Refused before the model is made parallel, on every rank alike."""
+
+from collections.abc import Mapping
+
+from torch import nn
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+
+from converters.config import FP8GroupedExpertsConfig
+from converters.selection import ALIGNMENT, stacked_weights
+
+
+def check_layout(
+    experts: Mapping[str, nn.Module], config: FP8GroupedExpertsConfig, job_config: JobConfig, dims: ParallelDims
+) -> None:
+    """experts: name -> module, those to be converted, whole.
+
+    Raises:
+        ValueError: tensor parallelism cuts an expert into parts that no FP8 GEMM reads, or a wire that was asked for by
+            name cannot be FP8.
+    """
+    axis = "expert_tensor_parallel_degree" if dims.ep > 1 else "tensor_parallel_degree"
+    ranks = dims.etp if dims.ep > 1 else dims.tp
+    for fqn, module in experts.items():
+        for name in stacked_weights(module):
+            shape = tuple(getattr(module, name).shape)
+            dim = 2 if name == "w2" else 1  # torchtitan cuts the hidden dim of an expert, w1 and w3 by rows
+            if ranks > 1 and shape[dim] % (ranks * ALIGNMENT):
+                raise ValueError(
+                    f"{fqn}.{name} has shape {shape}, and parallelism.{axis} = {ranks} cuts its dim {dim} into parts "
+                    f"of {shape[dim] / ranks:g}: FP8 GEMMs need multiples of {ALIGNMENT}. Choose a degree that leaves "
+                    "them, or leave this module out with [fp8.grouped_experts] fqns."
+                )
+    if config.fsdp_fp8_all_gather == "on" and job_config.training.enable_cpu_offload:
+        raise ValueError(
+            "[fp8.grouped_experts] fsdp_fp8_all_gather = 'on' does not go with training.enable_cpu_offload = true: FSDP2 "
+            "gathers copies of offloaded shards, made anew each time. Set fsdp_fp8_all_gather = 'auto'."
+        )
+    comm = job_config.parallelism.expert_parallel_comm_backend
+    if config.ep_fp8_dispatch == "on" and dims.ep > 1 and comm != "standard":
+        raise ValueError(
+            f"[fp8.grouped_experts] ep_fp8_dispatch = 'on' replaces torchtitan's own all-to-all, and "
+            f"parallelism.expert_parallel_comm_backend = {comm!r} does not use it. Set ep_fp8_dispatch = 'auto', or "
+            "expert_parallel_comm_backend = 'standard'."
+        )
