@@ -139,6 +139,8 @@ def main() -> None:
     parser.add_argument("--timeout", type=int, default=240, help="seconds a run may take")
     parser.add_argument("extra", nargs="*", help="after --: more arguments for every run")
     args = parser.parse_args()
+    if torch.cuda.device_count() < args.ngpu:
+        parser.error(f"--ngpu {args.ngpu}: this machine has {torch.cuda.device_count()} GPUs.")
     layouts = args.layouts.split(",") if args.layouts else ["single"] if args.ngpu == 1 else ["fsdp", "fsdp_ep"]
     if unknown := set(layouts) - set(LAYOUTS):
         parser.error(f"--layouts {', '.join(sorted(unknown))}: choose of {', '.join(LAYOUTS)}")

@@ -1,11 +1,12 @@
 """bench_e2e: its commands, its reading of a trace, its table; the tool itself on the debug recipe."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from recipes.bench_e2e import jobs, show
+from recipes.bench_e2e import jobs, main, show
 from recipes.trace import kind_of, read_trace
 
 
@@ -67,3 +68,10 @@ def test_bytes_and_times_of_a_trace(tmp_path: Path) -> None:
 def test_a_failed_run_shows_in_the_table(capsys: pytest.CaptureFixture) -> None:
     show([{"name": "fsdp bf16", "layout": "fsdp", "precision": "bf16", "error": "exit 1", "log": []}])
     assert "exit 1" in capsys.readouterr().out
+
+
+def test_a_machine_without_the_gpus_is_refused(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_e2e", "--ngpu", "99"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "--ngpu 99: this machine has" in capsys.readouterr().err
