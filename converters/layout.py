@@ -33,8 +33,8 @@ def check_layout(
                 )
     if config.fsdp_fp8_all_gather == "on" and job_config.training.enable_cpu_offload:
         raise ValueError(
-            "[fp8.grouped_experts] fsdp_fp8_all_gather = 'on' does not go with training.enable_cpu_offload = true: FSDP2 "
-            "gathers copies of offloaded shards, made anew each time. Set fsdp_fp8_all_gather = 'auto'."
+            "[fp8.grouped_experts] fsdp_fp8_all_gather = 'on' does not go with training.enable_cpu_offload = true: "
+            "FSDP2 gathers copies of offloaded shards, made anew each time. Set fsdp_fp8_all_gather = 'auto'."
         )
     comm = job_config.parallelism.expert_parallel_comm_backend
     if config.ep_fp8_dispatch == "on" and dims.ep > 1 and comm != "standard":

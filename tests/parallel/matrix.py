@@ -23,7 +23,7 @@ from torchtitan.train import Trainer
 
 import recipes.register  # noqa: F401  (importing registers)
 from recipes.datasets import build_dataloader
-from recipes.models import llama4
+from recipes.models import llama4, mixtral
 from tests.helpers import DEVICE
 from tests.parallel.rows import BATCH, FLAVORS, SEQ_LEN, VOCAB, Row
 
@@ -105,20 +105,20 @@ class Recorder:
         pass
 
 
-def register_matrix() -> None:
-    """Our llama4 spec, with the small flavors and without files."""
-    if "matrix" in train_specs._extra_train_specs:
-        return
-    spec = dataclasses.replace(
-        llama4.train_spec(),
-        model_args={},
-        build_tokenizer_fn=None,
-        build_dataloader_fn=build_batches,
-        build_metrics_processor_fn=lambda *args: Recorder(),
-        build_validator_fn=None,
-        state_dict_adapter=None,
-    )
-    train_specs.register_train_spec("matrix", spec)
+def register_small_models() -> None:
+    """Our train specs, with the small flavors and without files."""
+    for name, spec in {"small_llama4": llama4.train_spec(), "small_mixtral": mixtral.train_spec()}.items():
+        if name not in train_specs._extra_train_specs:
+            small = dataclasses.replace(
+                spec,
+                model_args={},
+                build_tokenizer_fn=None,
+                build_dataloader_fn=build_batches,
+                build_metrics_processor_fn=lambda *args: Recorder(),
+                build_validator_fn=None,
+                state_dict_adapter=None,
+            )
+            train_specs.register_train_spec(name, small)
 
 
 @functools.cache
@@ -158,9 +158,10 @@ class RowTrainer(Trainer):
 
 def build(row: Row, seed_checkpoint: Path | None, folder: Path) -> RowTrainer:
     """A trainer with the seed checkpoint, or the latest of its own in `folder`, loaded."""
-    register_matrix()
-    train_specs.get_train_spec("matrix").model_args[row.flavor] = copy.deepcopy(FLAVORS[row.flavor])
-    trainer = RowTrainer(row.job(seed_checkpoint, folder))
+    register_small_models()
+    job_config = row.job(seed_checkpoint, folder)
+    train_specs.get_train_spec(job_config.model.name).model_args[row.flavor] = copy.deepcopy(FLAVORS[row.flavor])
+    trainer = RowTrainer(job_config)
     trainer.checkpointer.load()
     trainer.data = trainer.batch_generator(trainer.dataloader)
     return trainer

@@ -125,7 +125,7 @@ def two_e_a_checkpoint_is_plain(folder: Path) -> None:
     assert all(isinstance(entries[name], TensorStorageMetadata) for name in experts + states)
     for file in at(folder, "saved").iterdir():
         content = file.read_bytes()
-        assert not [word for word in (b"converters", b"FP8ExpertWeight", b"WrappedWeight") if word in content], file.name
+        assert not [w for w in (b"converters", b"FP8ExpertWeight", b"WrappedWeight") if w in content], file.name
 
 
 def two_f_bf16_opens_fp8_and_fp8_opens_bf16(folder: Path) -> None:
