@@ -5,6 +5,7 @@ over to torchtitan's own Trainer. Without torchrun it runs as one process. Every
 --help`.
 """
 
+import glob
 import os
 import sys
 
@@ -22,6 +23,8 @@ def with_config_module(args: list[str]) -> list[str]:
     if "--job.config-file" in names:
         at = names.index("--job.config-file")
         path = args[at].split("=", 1)[1] if "=" in args[at] else args[at + 1]
+        if not os.path.isfile(path):
+            sys.exit(f"There is no recipe {path}. Recipes here: {', '.join(sorted(glob.glob('recipes/*.toml')))}")
         with open(path, "rb") as f:
             if tomli.load(f).get("job", {}).get("custom_config_module"):
                 return args

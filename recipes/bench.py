@@ -197,6 +197,8 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         cases = chosen(args, device.type == "cuda")
+        if args.cases and device.type != "cuda":
+            raise ValueError("--cases are shapes for a GPU, and there is none: without it a tiny shape is run.")
         numerics = resolve(FP8GroupedExpertsConfig(wgrad=args.wgrad, accumulate=args.accumulate))
     except ValueError as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {error}", highlight=False)

@@ -76,6 +76,10 @@ class ReportingMetricsProcessor(MetricsProcessor):
             self._print(conversion_table(conversion_reports(model_parts)))
             self._bar.start()
 
+    def _due(self, step: int) -> bool:
+        """torchtitan's steps, and the last one: a run that ends with an older loss ends with a wrong one."""
+        return super().should_log(step) or step == self.job_config.training.steps
+
     def should_log(self, step: int) -> bool:
         """Whether `step` is logged. The trainer asks once a step, after the optimizer and before a checkpoint.
 
@@ -84,9 +88,9 @@ class ReportingMetricsProcessor(MetricsProcessor):
         """
         self._steps_done = step
         self._steps_timed += 1
-        due = super().should_log(step)
+        due = self._due(step)
         if self._watch is not None:
-            soon = super().should_log(step + 1)
+            soon = self._due(step + 1)
             try:
                 self._watch.end_step(step, look_now=not due and self._must_be_finite(step), count_next=soon)
             except NonFiniteError as error:  # of a step that does not log

@@ -1,6 +1,8 @@
 """What `pip install` puts on a machine, and what the Makefile runs."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -84,3 +86,30 @@ def test_make_without_a_venv_keeps_the_torch_of_the_machine() -> None:
     commands = make("test", "VENV=", f"PYTHON={sys.executable}", "TORCH=torch")
     assert [c for c in commands if "pip install" in c and "-c .make/constraints.txt" in c]
     assert not [c for c in commands if "-m venv" in c]
+
+
+def test_every_imported_package_is_declared() -> None:
+    """A clean install has what pyproject.toml names: an import that something else happens to bring breaks it."""
+    declared = {re.split(r"[<>=!~ \[]", d)[0] for d in PYPROJECT["project"]["dependencies"]}
+    files = [ROOT / "train.py", *(f for package in PACKAGES for f in (ROOT / package).rglob("*.py"))]
+    names = set()
+    for node in (n for f in files for n in ast.walk(ast.parse(f.read_text()))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module)
+    assert {n.split(".")[0] for n in names} - set(sys.stdlib_module_names) - set(PACKAGES) <= declared
+
+
+def test_readme_snippet_runs_in_a_fresh_process() -> None:
+    """`quantize_` knows our config only once its handler is registered: by the imports that the README shows."""
+    imports = re.search(r"```python\n(.*?)\n\n", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    code = imports + (
+        "\nfrom torch import nn\nfrom torchtitan.models.moe.moe import GroupedExperts\n"
+        "model = nn.Sequential(GroupedExperts(32, 16, 2, True), nn.Linear(32, 32))\n"
+        "quantize_(model, FP8GroupedExpertsConfig())\nprint(type(model[0].w1).__name__, type(model[1].weight).__name__)"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr[-2000:]
+    assert out.stdout.split() == ["FP8ExpertWeight", "Parameter"]

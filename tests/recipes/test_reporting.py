@@ -128,7 +128,7 @@ def test_a_run_that_never_logged_ends_cleanly(make, capsys):
     [
         ({}, 4, 4, r"Step 4: loss is 4\.0, gradient norm nan"),
         ({}, 3, 4, r"Step 3: gradient norm is nan"),
-        ({"metrics__log_freq": 100}, 6, 6, r"Step 6: gradient norm is nan"),
+        ({"metrics__log_freq": 100}, 6, 6, r"Step 6: loss is 2\.0, gradient norm nan"),  # the last step is logged
         ({"metrics__log_freq": 100, "checkpoint__enable": True, "checkpoint__interval": 3}, 3, 3, "Step 3: gradient"),
         ({"metrics__log_freq": 100, "checkpoint__enable": False, "checkpoint__interval": 3}, 3, 4, "Step 3: gradient"),
     ],

@@ -62,7 +62,7 @@ def test_time_of_a_step_leaves_out_validation_and_counts_the_steps_after_it(make
                 now += 100
                 processor.log_validation(3.0, step)
     times = [found[1] for line in logged_lines(caplog) if (found := re.search(r"ms/step: ([\d,.]+)", line))]
-    assert times == ["1,000.0", "3,000.0", "7,500.0"]  # 1; mean of 2, 3, 4; mean of 7, 8
+    assert times == ["1,000.0", "3,000.0", "5,500.0", "7,500.0"]  # 1; mean of 2, 3, 4; of 5, 6 (the last); of 7, 8
 
 
 def test_a_resumed_run_counts_from_where_it_is(make, caplog):
