@@ -3,18 +3,26 @@
     converters   on the meta device (the trainer)
     this file    refuses expert parallelism that does not divide the experts
     torchtitan   TP -> EP -> context parallelism -> recomputation -> compile -> FSDP2, HSDP or DDP  (parallelize_llama)
-    this file    gradients of an MoE whose expert parallelism borrows the ranks of tensor parallelism
+    this file    gradients of an MoE whose expert parallelism borrows the ranks of tensor parallelism, and of embeddings
     to_empty, init_weights, optimizer, checkpoint (the trainer)
 
 With TP and `expert_tensor_parallel_degree` 1 each TP rank routes its share of the tokens to the experts. So what comes
 back through the routed path, to the input and to the router's scores, is the gradient of that share; torchtitan takes
 it for the gradient of all tokens, and every rank drops the others'. In a small model the grad norm reads 1.755 where
 it is 1.830. Later releases mark both as partial sums (NoParallel's `local_output_grad_placements`); here hooks do.
+
+With TP the embeddings come as a tensor that is still on its way. torch 2.13 waits for such an input of a compiled
+module (pytorch#179849), and the gradient that the module gives it is lost: with `compile.enable` the embeddings miss
+what comes through the first layer's attention, or through the whole layer if it is dense. Here it is waited for
+before.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama4.infra.parallelize import parallelize_llama
@@ -24,22 +32,51 @@ from torchtitan.models.moe.moe import GroupedExperts
 from parallel.loss import scaled_gradient
 
 
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        out = torch.ops._c10d_functional.all_reduce(g.contiguous(), "sum", ctx.group)
+        return torch.ops._c10d_functional.wait_tensor(out), None
+
+
 def partial_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """x, the same on all ranks of `mesh`; its gradient is the sum of the ranks' gradients."""
-    return DTensor.from_local(x, mesh, (Replicate(),), run_check=False).to_local(grad_placements=(Partial(),))
+    return _SummedGradient.apply(x, mesh.get_group().group_name)
 
 
-def _sum_gradients_of_routed_tokens(moe: MoE, tp_mesh: DeviceMesh) -> None:
-    """The routed path's gradients are summed over `tp_mesh`; the other paths', the same on all ranks, are averaged."""
+class _Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: AsyncCollectiveTensor) -> Tensor:
+        return x.trigger_wait()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+def _wait(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return _Waited.apply(out) if isinstance(out, AsyncCollectiveTensor) else out
+
+
+def _mark_inside(moe: MoE, tp_mesh: DeviceMesh) -> None:
+    """The router's scores get the sum of the ranks' gradients; what all ranks compute alike gives its average to x."""
     share = 1 / tp_mesh.size()
     average = lambda module, args: (scaled_gradient(args[0], share), *args[1:])  # noqa: E731
-    moe.register_forward_pre_hook(lambda module, args: (partial_gradient(args[0], tp_mesh), *args[1:]))
     moe.router.register_forward_hook(lambda module, args, out: (partial_gradient(out[0], tp_mesh), *out[1:]))
-    # The gate, not the router: an auxiliary loss may call it too. Before torchtitan's hook makes a DTensor of its
-    # input.
-    moe.router.gate.register_forward_pre_hook(average, prepend=True)
+    moe.router.gate.register_forward_pre_hook(
+        average
+    )  # not the router's input: an auxiliary loss may call the gate too
     if moe.shared_experts is not None:
-        moe.shared_experts.register_forward_pre_hook(average, prepend=True)
+        moe.shared_experts.register_forward_pre_hook(average)
+
+
+def _mark_input(moe: MoE, tp_mesh: DeviceMesh) -> None:
+    moe.register_forward_pre_hook(lambda module, args: (partial_gradient(args[0], tp_mesh), *args[1:]))
 
 
 def check_expert_parallel(model: nn.Module, degree: int) -> None:
@@ -59,11 +96,15 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
         ValueError: the degree of expert parallelism does not divide the experts.
     """
     check_expert_parallel(model, parallel_dims.ep)
+    borrows = parallel_dims.tp_enabled and parallel_dims.ep_enabled and not parallel_dims.etp_enabled
+    moes = [m for m in model.modules() if isinstance(m, MoE)] if borrows else []
+    for moe in moes:  # before torchtitan makes DTensors of these inputs, and compiles the modules
+        _mark_inside(moe, parallel_dims.get_mesh("tp"))
     model = parallelize_llama(model, parallel_dims, job_config)
-    if parallel_dims.tp_enabled and parallel_dims.ep_enabled and not parallel_dims.etp_enabled:
-        for module in model.modules():
-            if isinstance(module, MoE):
-                _sum_gradients_of_routed_tokens(module, parallel_dims.get_mesh("tp"))
+    if parallel_dims.tp_enabled and model.tok_embeddings is not None:
+        model.tok_embeddings.register_forward_hook(_wait)
+    for moe in moes:  # after torchtitan has gathered this one
+        _mark_input(moe, parallel_dims.get_mesh("tp"))
     return model
 
 

@@ -79,6 +79,9 @@ RECOMPUTE = {
         "activation_checkpoint__selective_ac_option": "1",
     },
 }
+# Traced through AOT autograd, and not compiled further: that takes a C++ compiler and time, and changes the arithmetic.
+COMPILE = {"compile__enable": True, "compile__components": ["model", "loss"], "compile__backend": "aot_eager"}
+COMPILED = ("fsdp2_ep2", "tp2", "tp2_ep2_etp1", "tp2_mixtral", "pp2_1f1b")
 UNCLIPPED = {"training__max_norm": 1e9}  # clipping scales by a norm, which a layout may sum in another order
 ROWS: dict[str, Row] = {
     **{f"one_{model}/high": Row(model=model) for model in MODELS},
@@ -103,9 +106,15 @@ ROWS: dict[str, Row] = {
     **{f"one/recomputed_{name}": ONE.but(**how) for name, how in RECOMPUTE.items()},
     **{f"fsdp2_ep2/recomputed_{name}": SHARDED.but(**how) for name, how in RECOMPUTE.items()},
     **{name: row for layout in LAYOUTS for name, row in variants(layout).items()},
+    **{f"{name}/compiled_high": LAYOUTS[name].but(**COMPILE) for name in COMPILED},
+    # Case 25, as far as a CPU goes: FP8, EP 2, selective recomputation, compile.
+    **{
+        f"{name}/compiled": LAYOUTS[name].with_fp8(**WIRES).but(**COMPILE, **RECOMPUTE["selective_op"])
+        for name in COMPILED
+    },
 }
 
-FP8_ROWS = ("fp8", "wires", "accumulated", "foreach", "for-loop")
+FP8_ROWS = ("fp8", "wires", "compiled", "accumulated", "foreach", "for-loop")
 
 # Pairs with the same arithmetic in the same order, so the same bits, and why.
 SAME_BITS = {

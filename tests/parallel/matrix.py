@@ -169,6 +169,7 @@ def build(row: Row, seed_checkpoint: Path | None, folder: Path) -> RowTrainer:
 
 def train(row: Row, seed_checkpoint: Path, folder: Path) -> Curve:
     """The curve of a row, the same on every rank: only the ranks of a pipeline's last stage know the loss."""
+    torch.compiler.reset()  # each row compiles the same code for another layout
     trainer = build(row, seed_checkpoint, folder)
     trainer.steps(row.steps)
     trainer.close()

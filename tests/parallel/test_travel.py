@@ -153,15 +153,16 @@ def check_weights_that_are_not_sharded_are_quantized_once_a_step(folder: Path) -
 
 
 def check_memory_is_flat(folder: Path) -> None:
-    """Live tensors after each of 12 steps of EP 2 with recomputation (tt#1467)."""
+    """Live tensors at each tenth of 50 steps of EP 2 with recomputation (tt#1467)."""
     row = Row(shard=2, ep=2).with_fp8(**WIRES).but(activation_checkpoint__mode="full")
     trainer = trained(row, folder)
     seen = set()
-    for _ in range(12):
-        trainer.steps(1)
+    for _ in range(5):
+        trainer.steps(10)
         gc.collect()
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in live_tensors()}
         seen.add((len(storages), sum(storages.values()), weight_cache.cached_bytes()))
+    assert min(seen)[0] > 100, f"too few tensors found: {seen}"
     assert len(seen) == 1, f"number and bytes of live storages, bytes of cached weights: {seen}"
 
 
