@@ -10,21 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from converters.kernels.e4m3 import abs_bits, raise_amax, reciprocal, to_e4m3
+from converters.kernels.e4m3 import reciprocal, to_e4m3
 from converters.kernels.ops import operator
+from converters.kernels.weights import amax_kernel
 
 CHUNK, BLOCK = 1 << 15, 4096
-
-
-@triton.jit
-def _shard_amax_kernel(w, amax, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    e = tl.program_id(1).to(tl.int64)
-    begin = tl.program_id(0).to(tl.int64) * CHUNK
-    top = tl.zeros((BLOCK,), tl.int32)
-    for i in range(0, CHUNK, BLOCK):
-        o = begin + i + tl.arange(0, BLOCK)
-        top = tl.maximum(top, abs_bits(tl.load(w + e * size + o, mask=o < size, other=0.0).to(tl.float32)))
-    raise_amax(amax + e, tl.max(top, 0))
 
 
 @triton.jit
@@ -47,7 +37,7 @@ def amax_slices(w: Tensor) -> Tensor:
         w = w.contiguous()
         size = w[0].numel()
         grid = (triton.cdiv(size, CHUNK), w.shape[0])
-        _shard_amax_kernel[grid](w, bits, size, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8)
+        amax_kernel[grid](w, bits, size, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8)
     return bits.view(torch.float32)
 
 

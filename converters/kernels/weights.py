@@ -29,7 +29,8 @@ BN, BK = 64, 128  # tile of the cast: 0.79 ms for 16 x 8192 x 5120 BF16 on an H2
 
 
 @triton.jit
-def _amax_kernel(w, amax, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def amax_kernel(w, amax, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Raises amax[e], int32 bits, to the largest |value| of the `size` contiguous elements of slice e."""
     e = tl.program_id(1).to(tl.int64)
     begin = tl.program_id(0).to(tl.int64) * CHUNK
     top = tl.zeros((BLOCK,), tl.int32)
@@ -108,7 +109,7 @@ def _launch(
     if carried is None:
         for w in ws:
             size = w.shape[1] * K
-            _amax_kernel[(triton.cdiv(size, CHUNK), E)](w, amax, size, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8)
+            amax_kernel[(triton.cdiv(size, CHUNK), E)](w, amax, size, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8)
     for w, offset in _offsets(ws):
         grid = (triton.cdiv(w.shape[1], BN), triton.cdiv(K, BK), E)
         where = (offset, w.shape[1], N, K)

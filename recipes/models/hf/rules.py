@@ -35,12 +35,11 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True)
-class Same:
-    """One tensor under two names."""
+class _OneForOne:
+    """One of our weights is one of their tensors."""
 
     native: str
     key: str
-    in_place = True
 
     @property
     def natives(self) -> tuple[str, ...]:
@@ -49,6 +48,12 @@ class Same:
     @property
     def keys(self) -> tuple[str, ...]:
         return (self.key,)
+
+
+class Same(_OneForOne):
+    """One tensor under two names."""
+
+    in_place = True
 
     def to_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {self.key: weights[self.native]}
@@ -81,21 +86,10 @@ class ExpertList:
         return {self.native: torch.stack([tensors[key] for key in self.keys])}
 
 
-@dataclass(frozen=True)
-class Transposed:
+class Transposed(_OneForOne):
     """Our [E, A, B] is their [E, B, A]."""
 
-    native: str
-    key: str
     in_place = False
-
-    @property
-    def natives(self) -> tuple[str, ...]:
-        return (self.native,)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.key,)
 
     def to_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {self.key: transposed(weights[self.native])}
