@@ -51,6 +51,8 @@ FLAVORS: Mapping[str, MixtralModelArgs] = {
     # The debug model balanced by torchtitan's bias method in place of the auxiliary loss.
     "debug_bias": replace(_DEBUG, router_aux_loss_coef=0.0, moe_args=mixtral_moe(load_balance_coeff=1e-3)),
     "8x7b": MixtralModelArgs(router_aux_loss_coef=0.02),
+    # 8x7B's width, to measure a step with: its 32 layers need a host of eight.
+    "8x7b_2layers": MixtralModelArgs(n_layers=2, router_aux_loss_coef=0.02),
     "8x22b": _8X22B,
     # The instruct model has 768 tokens more.
     "8x22b_instruct": replace(_8X22B, vocab_size=32768),
