@@ -9,6 +9,8 @@ from typing import Literal, get_args
 
 from torchao.core.config import AOBaseConfig
 
+from converters.dense_config import FP8DenseConfig
+
 Recipe = Literal["tokenwise", "rowwise"]
 Backend = Literal["auto", "reference", "hopper"]
 Wgrad = Literal["fp8", "fp8_columns", "bf16"]
@@ -174,9 +176,14 @@ class FP8Config:
     grouped_experts: FP8GroupedExpertsConfig = field(default_factory=FP8GroupedExpertsConfig)
     """Read by the converter `fp8.grouped_experts`."""
 
+    dense: FP8DenseConfig = field(default_factory=FP8DenseConfig)
+    """Read by the converter `fp8.dense`."""
+
     def __post_init__(self) -> None:
-        if not isinstance(self.grouped_experts, FP8GroupedExpertsConfig):
-            raise ValueError(
-                f"[fp8] grouped_experts = {self.grouped_experts!r} must be a table: write its keys below a line "
-                "[fp8.grouped_experts]."
-            )
+        for section in fields(self):
+            value = getattr(self, section.name)
+            if not isinstance(value, section.type):
+                raise ValueError(
+                    f"[fp8] {section.name} = {value!r} must be a table: write its keys below a line "
+                    f"[fp8.{section.name}]."
+                )

@@ -1,0 +1,73 @@
+"""What a user can set in `[fp8.dense]` of a recipe: dense layers in FP8, which and how."""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args, get_origin
+
+SECTION = "fp8.dense"
+
+
+@dataclass(frozen=True)
+class FP8DenseConfig:
+    """Shared experts, dense FFN layers and attention projections in FP8. Options with the names of
+    `[fp8.grouped_experts]` mean what they mean there.
+    """
+
+    recipe: Literal["tokenwise"] = "tokenwise"
+    """
+    Scale rule. tokenwise: one scale a token for activations and gradients, one scale for the weights of a GEMM (wq, wk
+    and wv are one GEMM, and so are w1 and w3), and the weight gradient re-scaled from the same FP8 bytes.
+    """
+
+    fqns: list[str] = field(default_factory=list)
+    """
+    Which linear layers: patterns of whole path components with shell wildcards, e.g. `shared_experts`, `attention`,
+    `layers.[0-3]`, `attention.wo`. Empty: shared experts, dense FFN layers and attention projections. A pattern picks
+    any other linear layer too, but never the router's or the head. A pattern that matches nothing is an error.
+    """
+
+    exclude: list[str] = field(default_factory=list)
+    """Patterns of what stays in BF16, though `fqns` would pick it. One that matches nothing is an error."""
+
+    backend: Literal["auto", "reference", "hopper"] = "auto"
+    """auto: hopper where it can run, else reference. reference: plain torch, any device. hopper: Triton on sm90."""
+
+    skip_first_layers: int = 0
+    """Leave the first N transformer layers in BF16."""
+
+    skip_last_layers: int = 0
+    """Leave the last N transformer layers in BF16."""
+
+    wgrad: Literal["fp8", "fp8_columns", "bf16"] = "fp8"
+    """Operands of the weight gradient, as in `[fp8.grouped_experts]`."""
+
+    accumulate: Literal["fast", "precise"] = "fast"
+    """fast: tensor-core accumulation over the whole contraction. precise: promoted to float32 every 128 elements."""
+
+    fsdp_fp8_all_gather: Literal["auto", "on", "off"] = "auto"
+    """FSDP2 gathers the weights in FP8, half the bytes of BF16. auto: on where it can be (no CPU offload)."""
+
+    below_break_even: Literal["warn", "bf16"] = "bf16"
+    """
+    Layers too small for FP8 to be faster with the job's batch, by the measured table (hopper backend only). bf16: they
+    stay in BF16, and the table at start says so. warn: one sentence at start.
+    """
+
+    cache: bool = True
+    """Quantize a weight once per optimizer step and reuse it in every micro-batch, in backward and in recomputation."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, choices = getattr(self, f.name), get_args(f.type)
+            if get_origin(f.type) is Literal and value not in choices:
+                allowed = ", ".join(map(repr, choices))
+                raise ValueError(f"[{SECTION}] {f.name} = {value!r} is unknown: choose one of {allowed}.")
+        for name in ("skip_first_layers", "skip_last_layers"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"[{SECTION}] {name} = {value!r} must be a whole number of layers, 0 or more.")
+        if not isinstance(self.cache, bool):
+            raise ValueError(f"[{SECTION}] cache = {self.cache!r} must be true or false.")
+        for name in ("fqns", "exclude"):
+            value = getattr(self, name)
+            if not isinstance(value, list) or not all(isinstance(p, str) and p for p in value):
+                raise ValueError(f"[{SECTION}] {name} = {value!r} must be a list of non-empty patterns.")
