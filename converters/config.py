@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from torchao.core.config import AOBaseConfig
 
 from converters.dense_config import FP8DenseConfig
+from converters.token_config import TokenPathConfig
 
 Recipe = Literal["tokenwise", "rowwise"]
 Backend = Literal["auto", "reference", "hopper"]
@@ -178,6 +179,9 @@ class FP8Config:
 
     dense: FP8DenseConfig = field(default_factory=FP8DenseConfig)
     """Read by the converter `fp8.dense`."""
+
+    token_path: TokenPathConfig = field(default_factory=TokenPathConfig)
+    """Read by the converter `fp8.grouped_experts`."""
 
     def __post_init__(self) -> None:
         for section in fields(self):
