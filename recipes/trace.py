@@ -5,22 +5,24 @@ that a collective hands to a rank (all-gather, all-to-all: its output; reduce-sc
 """
 
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
 ELEMENT_BYTES = {"Byte": 1, "Char": 1, "Float8_e4m3fn": 1, "BFloat16": 2, "Half": 2, "Float": 4, "Int": 4, "Long": 8}
-KINDS = (  # first match wins; kernel names of torch 2.11 to 2.13 on sm90
-    ("communication", ("nccl",)),
-    ("attention", ("flash", "fmha", "attention", "cudnn_generated")),
-    ("gemm", ("gemm", "cutlass", "nvjet", "wgrad_kernel", "rows_kernel_ws", "matmul")),
-    ("optimizer", ("adam", "multi_tensor", "foreach")),
+KINDS = (  # first match wins; kernel names of torch 2.11 to 2.13 on sm90, and of converters/kernels
+    ("communication", r"nccl"),
+    ("attention", r"flash|fmha|attention|cudnn_generated"),
+    ("gemm", r"gemm|cutlass|nvjet|matmul|wgrad_kernel|wgrad_hp_kernel|^rows_kernel"),
+    ("optimizer", r"adam|multi_tensor|foreach"),
+    ("quantize", r"^_?(amax|cast|rows|swiglu|dswiglu|repair|tables|transpose|shard_cast)_kernel"),
 )
 
 
 def kind_of(kernel: str) -> str:
     """gemm, attention, communication, optimizer, quantize (ours) or other."""
     name = kernel.lower()
-    return next((kind for kind, words in KINDS if any(w in name for w in words)), "other")
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")
 
 
 def read_trace(path: Path) -> dict:
@@ -55,11 +57,22 @@ def _collective(name: str) -> str:
     return "reduce_scatter" if "reduce_scatter" in name or "reducescatter" in name else "other"
 
 
-def top_kernels(kernels: list[dict], count: int = 25) -> list[dict]:
-    """The kernels that took most time: name (cut), ms, calls."""
+def short_name(kernel: str) -> str:
+    """A kernel's name cut to 90 characters; of torch's own kernels, which are templates, the operation inside.
+
+    `void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., at::native::LpNormFunctor<float, ...>>` is
+    `multi_tensor_apply_kernel LpNormFunctor`.
+    """
+    outer = re.search(r"(\w+)<", kernel)
+    inner = re.search(r"(\w*(?:Functor|Ops|_kernel_cuda|_kernel_impl)\w*)", kernel[outer.end() :]) if outer else None
+    return (f"{outer[1]} {inner[1]}" if inner else kernel)[:90]
+
+
+def top_kernels(kernels: list[dict], count: int = 40) -> list[dict]:
+    """The kernels that took most time: name (short_name), ms, calls."""
     total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for e in kernels:
-        entry = total[e["name"][:90]]
+        entry = total[short_name(e["name"])]
         entry[0] += e["dur"] / 1000
         entry[1] += 1
     ranked = sorted(total.items(), key=lambda item: -item[1][0])[:count]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes.bench_e2e import jobs, main, show
-from recipes.trace import kind_of, read_trace
+from recipes.trace import kind_of, read_trace, short_name
 
 
 def test_every_run_is_a_command_and_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -37,10 +37,22 @@ def test_one_gpu_has_no_wires(tmp_path: Path) -> None:
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128", "attention"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam...", "optimizer"),
         ("triton_poi_fused_add_mul_0", "other"),
+        ("rows_kernel", "gemm"),
+        ("wgrad_kernel", "gemm"),
+        ("_rows_kernel", "quantize"),
+        ("_dswiglu_kernel", "quantize"),
     ],
 )
 def test_kernels_are_sorted_by_what_they_do(kernel: str, kind: str) -> None:
     assert kind_of(kernel) == kind
+
+
+def test_names_of_kernels_are_cut_to_what_tells_them_apart() -> None:
+    apply = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
+    assert short_name(f"{apply}TensorListMetadata<1>, at::native::LpNormFunctor<float>>(int)") == (
+        "multi_tensor_apply_kernel LpNormFunctor"
+    )
+    assert short_name("rows_kernel") == "rows_kernel"
 
 
 def test_bytes_and_times_of_a_trace(tmp_path: Path) -> None:

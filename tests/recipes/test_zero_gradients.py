@@ -25,8 +25,14 @@ def test_nothing_to_count(grads, owns):
 
 
 def test_counts_beyond_float32_are_exact():
-    grad = torch.zeros(2**24 + 1, dtype=torch.uint8).expand(3, -1)  # float32 has no 2**24 + 1
-    assert count_zeros([grad], owns_plain=True).tolist() == [3 * (2**24 + 1)] * 2
+    zeros = torch.zeros(1, dtype=torch.bfloat16).expand(3, 2**24 + 1)  # float32 has no 2**24 + 1
+    ones = torch.ones(1, dtype=torch.bfloat16).expand(2**12 + 1, 2**12)
+    assert count_zeros([zeros, ones], owns_plain=True).tolist() == [zeros.numel(), zeros.numel() + ones.numel()]
+
+
+def test_nan_is_no_zero_and_a_scalar_and_no_rows_count():
+    grads = [torch.tensor([0.0, -0.0, float("nan"), 1e-45]), torch.tensor(0.0), torch.zeros(0, 3), torch.zeros(3, 0)]
+    assert count_zeros(grads, owns_plain=True).tolist() == [3, 5]
 
 
 @distributed(2)
