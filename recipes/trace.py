@@ -1,10 +1,12 @@
 """Where did the time and the bytes of one step go?  Reads a torch.profiler trace (Chrome JSON) of one rank.
 
-Times are of kernels on the GPU and overlap where streams do, so they may add up to more than the step. Bytes are those
+Of the kernels that the step launched: at its begin the GPU may still be busy with the step before. Times overlap where
+streams do, so they may add up to more than the step; communication is exposed while nothing else runs. Bytes are those
 that a collective hands to a rank (all-gather, all-to-all: its output; reduce-scatter: its input), by NCCL's own record.
 """
 
 import json
+import math
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -26,9 +28,9 @@ def kind_of(kernel: str) -> str:
 
 
 def read_trace(path: Path) -> dict:
-    """-> split_ms {kind: ms, step: ms}, and all_gather_bytes, all_to_all_bytes, reduce_scatter_bytes of the step."""
+    """-> split_ms {kind: ms, communication_exposed, step}, and {all_gather, all_to_all, reduce_scatter}_bytes."""
     events = json.loads(path.read_text())["traceEvents"]
-    kernels = [e for e in events if e.get("cat") == "kernel"]
+    kernels = step_kernels(events)
     split: dict[str, float] = defaultdict(float)
     moved: dict[str, int] = defaultdict(int)
     for e in kernels:
@@ -41,6 +43,11 @@ def read_trace(path: Path) -> dict:
                 args.get("Out msg nelems" if "reduce" not in name else "In msg nelems", 0)
             )
     if kernels:
+        talk = [kind_of(e["name"]) == "communication" for e in kernels]
+        if any(talk):
+            everything = _busy_us(kernels)
+            compute = _busy_us([e for e, t in zip(kernels, talk, strict=True) if not t])
+            split["communication_exposed"] = (everything - compute) / 1000
         begin, end = min(e["ts"] for e in kernels), max(e["ts"] + e["dur"] for e in kernels)
         split["step"] = (end - begin) / 1000
     return {
@@ -48,6 +55,30 @@ def read_trace(path: Path) -> dict:
         **{f"{k}_bytes": moved.get(k, 0) for k in ("all_gather", "all_to_all", "reduce_scatter")},
         "kernels": top_kernels(kernels),
     }
+
+
+def step_kernels(events: list[dict]) -> list[dict]:
+    """The kernels launched within the last profiled step; all, if the trace has no mark of one."""
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    marks = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep")]
+    if not marks:
+        return kernels
+    mark = max(marks, key=lambda e: e["ts"])
+    launched = {
+        e["args"]["correlation"]
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and mark["ts"] <= e["ts"] <= mark["ts"] + mark["dur"]
+    }
+    return [e for e in kernels if e["args"].get("correlation") in launched]
+
+
+def _busy_us(kernels: list[dict]) -> float:
+    """Microseconds in which at least one of them runs."""
+    busy, until = 0.0, -math.inf
+    for e in sorted(kernels, key=lambda e: e["ts"]):
+        begin, end = max(e["ts"], until), e["ts"] + e["dur"]
+        busy, until = busy + max(0.0, end - begin), max(until, end)
+    return busy
 
 
 def _collective(name: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes.bench_e2e import jobs, main, show
-from recipes.trace import kind_of, read_trace, short_name
+from recipes.trace import kind_of, read_trace, short_name, step_kernels
 
 
 def test_every_run_is_a_command_and_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -73,8 +73,23 @@ def test_bytes_and_times_of_a_trace(tmp_path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": events}))
     read = read_trace(path)
     assert (read["all_gather_bytes"], read["reduce_scatter_bytes"], read["all_to_all_bytes"]) == (200, 200, 24)
-    assert read["split_ms"] == {"communication": 2.5, "gemm": 3.0, "step": 4.0}
+    assert read["split_ms"] == {"communication": 2.5, "gemm": 3.0, "communication_exposed": 1.0, "step": 4.0}
     assert read["kernels"][0] == {"name": "nvjet_x", "ms": 3.0, "calls": 1}
+
+
+def test_kernels_of_the_step_before_do_not_count() -> None:
+    def mark(step: int, ts: float) -> dict:
+        return {"cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": ts, "dur": 100}
+
+    def launch(correlation: int, ts: float, kind: str = "cuda_runtime") -> dict:
+        return {"cat": kind, "name": "cudaLaunchKernel", "ts": ts, "dur": 1, "args": {"correlation": correlation}}
+
+    def kernel(name: str, correlation: int, ts: float) -> dict:
+        return {"cat": "kernel", "name": name, "ts": ts, "dur": 10, "args": {"correlation": correlation}}
+
+    events = [mark(1, 0), mark(2, 100), launch(7, 50), launch(8, 150), launch(9, 160, "cuda_driver")]
+    events += [kernel("late", 7, 120), kernel("ours", 8, 170), kernel("triton", 9, 250), kernel("unknown", 5, 101)]
+    assert [e["name"] for e in step_kernels(events)] == ["ours", "triton"]
 
 
 def test_a_failed_run_shows_in_the_table(capsys: pytest.CaptureFixture) -> None:
