@@ -29,7 +29,7 @@ from converters.config import FP8GroupedExpertsConfig, Numerics
 from converters.dispatched_mlp import dispatched_mlp
 from converters.expert_mlp import expert_mlp
 from converters.expert_weight import FP8ExpertWeight
-from converters.gathered_weight import quantize_shards
+from converters.gathered_weight import quantize_changed_shards
 from converters.layout import check_layout
 from converters.selection import (
     ConversionReport,
@@ -196,9 +196,7 @@ class FP8GroupedExpertsConverter:
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Quantizes the FSDP2 shards for the next step: one all-reduce of the maxima of all experts."""
-        parts = model if isinstance(model, list) else [model]
-        modules = [m for part in parts for m in part.modules() if (n := _numerics_of(m)) and n.fp8_all_gather]
-        quantize_shards(modules)
+        quantize_changed_shards(model if isinstance(model, list) else [model])
 
 
 @register_quantize_module_handler(FP8GroupedExpertsConfig)

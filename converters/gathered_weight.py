@@ -1,9 +1,9 @@
-"""What does FSDP2 gather of an FP8 expert weight, and what comes out?
+"""What does FSDP2 gather of an FP8 weight, and what comes out?
 
-A shard is quantized before the gather with the scale of the whole weight, one power of two an expert, so the gathered
-bytes are exactly what quantizing the gathered weight would have given, at half of BF16's traffic and once per
-optimizer step. The unsharded weight stays FP8 and says it has the dtype that its gradient shall have; expert_mlp takes
-its payload and scale as they are.
+A shard is quantized before the gather with the scale of the whole weight, one power of two an expert (a linear layer's
+weight [N, K] is one expert), so the gathered bytes are exactly what quantizing the gathered weight would have given, at
+half of BF16's traffic and once per optimizer step. The unsharded weight stays FP8 and says it has the dtype that its
+gradient shall have; expert_mlp and the dense ops take its payload and scale as they are.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from parallel.fsdp import ShardOf, amax_of_slices, fsdp_mesh, sharded_dim
 from parallel.wrapped_weight import WrappedWeight
 
 SHARED_SCALES = (("w1", "w3"), ("w2",))  # w1 and w3 are one GEMM, and one contraction in its input gradient
+JOINED = "joined_layers"  # attribute of a linear layer: those whose weights are one GEMM with its own, itself included
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,29 @@ class FP8GatheredWeight(WrappedWeight):
         return cls(inner["_data"], inner["_scale"], meta["dtype"], meta["context"])
 
 
-def _shards(module: nn.Module, names: tuple[str, ...]) -> list[ShardOf]:
-    """The FSDP2 shards of these weights of an experts module; none where it is not sharded."""
-    out = []
-    for name in names:
-        param = module._parameters.get(name)
-        if isinstance(param, DTensor) and isinstance(param._local_tensor, WrappedWeight):
-            mesh = fsdp_mesh(param)
-            if mesh is not None and param._local_tensor.device.type == mesh.device_type:  # not so when offloaded
-                out.append(ShardOf(param._local_tensor, slices_of(param, mesh), mesh))
-    return out
+def _shard(module: nn.Module, name: str) -> ShardOf | None:
+    """The FSDP2 shard of a module's weight; none where it is not sharded."""
+    param = module._parameters.get(name)
+    if not isinstance(param, DTensor) or not isinstance(param._local_tensor, WrappedWeight):
+        return None
+    mesh = fsdp_mesh(param)
+    if mesh is None or param._local_tensor.device.type != mesh.device_type:  # when offloaded
+        return None
+    if param.dim() == 2:
+        return ShardOf(param._local_tensor, 1, mesh, one_slice=True)
+    return ShardOf(param._local_tensor, slices_of(param, mesh), mesh)
+
+
+def _groups(modules: list[nn.Module]) -> list[list[ShardOf]]:
+    """The shards of these experts modules and linear layers; those of one GEMM, which share their scales, together."""
+    out: dict[int, list[ShardOf]] = {}
+    for module in modules:
+        layers = getattr(module, JOINED, None)
+        named = [[(m, "weight") for m in layers]] if layers else [[(module, n) for n in ns] for ns in SHARED_SCALES]
+        for members in named:
+            if shards := [shard for m, name in members if (shard := _shard(m, name)) is not None]:
+                out[id(shards[0].local)] = shards
+    return list(out.values())
 
 
 def slices_of(param: DTensor, fsdp: DeviceMesh) -> int:
@@ -101,23 +115,42 @@ def slices_of(param: DTensor, fsdp: DeviceMesh) -> int:
 
 
 def quantize_shards(modules: list[nn.Module]) -> None:
-    """Quantizes the FSDP2 shards of these experts modules, all scales from one all-reduce. Collective over their
-    ranks.
+    """Quantizes the FSDP2 shards of these experts modules and linear layers, all scales from one all-reduce.
+    Collective over their ranks.
     """
-    groups = [shards for m in modules for names in SHARED_SCALES if (shards := _shards(m, names))]
+    groups = _groups(modules)
     if not groups:
         return
     backend = get_backend(groups[0][0].local._context.backend)
     for shards, amax in zip(groups, amax_of_slices(groups, backend.amax_slices), strict=True):
         scale = pow2_scale(amax)
         for s in shards:
-            data = s.local._data
-            mine = scale[s.begin : s.begin + data.shape[0]]
-            s.local.payload = Payload(data._version, backend.cast_slices(data, mine), scale)
+            mine = scale[s.begin : s.begin + s.data.shape[0]]
+            q = backend.cast_slices(s.data, mine).view(s.local._data.shape)
+            s.local.payload = Payload(s.local._data._version, q, scale)
+
+
+def quantize_changed_shards(parts: list[nn.Module]) -> None:
+    """After an optimizer step: `quantize_shards` for all FP8 weights of these models that are gathered in FP8, experts
+    and linear layers together. Whichever converter asks first does it for all; then none has changed any more.
+    """
+    modules = [m for part in parts for m in part.modules() if _gathers_fp8(m)]
+    if any(_stale(shard.local) for shards in _groups(modules) for shard in shards):
+        quantize_shards(modules)
+
+
+def _gathers_fp8(module: nn.Module) -> bool:
+    weights = [p._local_tensor for p in module.parameters(recurse=False) if isinstance(p, DTensor)]
+    return any(isinstance(w, WrappedWeight) and w._context.fp8_all_gather for w in weights)
+
+
+def _stale(local: WrappedWeight) -> bool:
+    payload = getattr(local, "payload", None)
+    return payload is None or payload.version != local._data._version
 
 
 def payload_of(local: WrappedWeight, module: nn.Module) -> Payload | None:
-    """The payload of a shard, fresh: made now, with its module's other weights, if the weights have changed since.
+    """The payload of a shard, fresh: made now, with the weights that share its scale, if they have changed since.
 
     Every rank decides alike, since optimizers, loads and inits touch the shards of all ranks. None if `local` is not
     the module's own parameter, as with CPU offload, where FSDP2 gathers a copy.
@@ -125,8 +158,6 @@ def payload_of(local: WrappedWeight, module: nn.Module) -> Payload | None:
     current = [p._local_tensor for p in module._parameters.values() if isinstance(p, DTensor)]
     if not any(t is local for t in current):
         return None
-    payload = getattr(local, "payload", None)
-    if payload is None or payload.version != local._data._version:
+    if _stale(local):
         quantize_shards([module])
-        payload = local.payload
-    return payload
+    return local.payload

@@ -43,12 +43,18 @@ def quantize(weights: list[Tensor], numerics: Numerics, **options: object) -> Qu
 def quantized(
     weights: list[Tensor], numerics: Numerics, *, backward: bool, transposed: bool = False
 ) -> QuantizedWeight:
-    """weights [E, N_i, K], joined along N: from the cache while they are unchanged, if `numerics` allows it.
+    """weights [E, N_i, K], or [N_i, K] as of one expert, joined along N: from the cache while they are unchanged, if
+    `numerics` allows it.
 
     backward: whether q_t is wanted now, or q. Without the cache only that one is made.
-    transposed: they are given as [E, K, N_i]. A transposed view made in here would not share their version counters.
+    transposed: they are given as [E, K, N_i]. A transposed view, or one with an expert dim, made before this would not
+    share their version counters.
     """
-    orient = (lambda w: w.transpose(1, 2)) if transposed else (lambda w: w)
+
+    def orient(w: Tensor) -> Tensor:
+        w = w if w.dim() == 3 else w.unsqueeze(0)
+        return w.transpose(1, 2) if transposed else w
+
     if not numerics.cache or numerics.temporary or any(w.is_inference() for w in weights):
         return quantize([orient(w) for w in weights], numerics, forward=not backward, backward=backward)
     place = tuple((w.untyped_storage()._cdata, w.storage_offset(), w.shape, w.stride(), w.dtype) for w in weights)

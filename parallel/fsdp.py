@@ -26,16 +26,25 @@ OTHER_AXES = {"ep", "etp", "tp", "cp", "pp"}  # torchtitan's names of the axes t
 
 @dataclass(frozen=True)
 class ShardOf:
-    """One weight's shard on this rank. slices: of the whole weight, as FSDP2 gathers it; mesh: the ranks it lies on."""
+    """One weight's shard on this rank. slices: of the whole weight, as FSDP2 gathers it; mesh: the ranks it lies on.
+
+    one_slice: the whole weight is one slice and has no dim of slices.
+    """
 
     local: WrappedWeight
     slices: int
     mesh: DeviceMesh
+    one_slice: bool = False
+
+    @property
+    def data(self) -> Tensor:
+        """The shard [s, ...], s slices or a piece of each."""
+        return self.local._data.unsqueeze(0) if self.one_slice else self.local._data
 
     @property
     def begin(self) -> int:
         """The first slice of this shard; 0 where every rank has a piece of each."""
-        whole = self.local.shape[0] == self.slices
+        whole = self.one_slice or self.local.shape[0] == self.slices
         return 0 if whole else min(self.mesh.get_local_rank() * -(-self.slices // self.mesh.size()), self.slices)
 
 
@@ -83,7 +92,7 @@ def _local_amax(shards: list[ShardOf], amax_slices: Callable[[Tensor], Tensor]) 
     first = shards[0]
     amax = torch.zeros(first.slices, dtype=torch.float32, device=first.local._data.device)
     for shard in shards:
-        data = shard.local._data
+        data = shard.data
         if data.numel():
             mine = amax[shard.begin : shard.begin + data.shape[0]]
             torch.maximum(mine, amax_slices(data), out=mine)

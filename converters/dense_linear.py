@@ -1,0 +1,150 @@
+"""Linear layers in FP8, one or several on the same input, as one differentiable op: wq, wk and wv are one GEMM.
+
+    forward   x8 [T, K], sx [T]  @  W8^T [K, N]            ->  y  [T, N]      W: weights [N_i, K], joined along N
+    dgrad     g8 [T, N], sg [T]  @  W8                     ->  dx [T, K]
+    wgrad     g^T                @  x                      ->  dW [N, K], of which each weight's gradient is a view
+
+That is one group of all rows, so the backends' grouped GEMMs compute it. Saved for backward: x in FP8, once for all
+layers. The weights stay parameters [N_i, K] of their own; what is quantized from them is kept in weight_cache.py.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.backends import get_backend
+from converters.backends.reference import FP8, QuantizedWeight
+from converters.config import Numerics
+from converters.gathered_weight import FP8GatheredWeight
+from converters.scaling import compute_dtype, op_key, wgrad
+from converters.weight_cache import quantized
+
+
+@lru_cache(maxsize=64)
+def one_group(backend: str, rows: int, device: torch.device) -> object:
+    """The backend's groups for `rows` rows of one group. A constant: two launches a call would be spent on it."""
+    offs = torch.full((1,), rows, dtype=torch.int32, device=device)
+    return get_backend(backend).groups(offs, rows)
+
+
+def dense_weight(weights: list[Tensor], scale: Tensor | None, n: Numerics, *, backward: bool) -> QuantizedWeight:
+    """Plain weights [N_i, K], joined along N: from the cache, or as FSDP2 gathered them with `scale` [1]."""
+    if scale is None:
+        return quantized(weights, n, backward=backward)
+    return get_backend(n.backend).join_weight([w.unsqueeze(0) for w in weights], scale, backward)
+
+
+def gathered_scale(weights: list[Tensor]) -> Tensor | None:
+    """The scale that these weights share where FSDP2 has gathered them in FP8."""
+    first = weights[0]
+    return first._scale if isinstance(first, FP8GatheredWeight) else None
+
+
+@torch.library.custom_op("titan_moe_fp8::dense_linear", mutates_args=())
+def _forward(
+    x: Tensor, weights: list[Tensor], scale: Tensor | None, numerics: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> y [T, N], and for backward x8 [T, K], sx [T]."""
+    n = Numerics.parse(numerics)
+    backend = get_backend(n.backend)
+    w = dense_weight(weights, scale, n, backward=False)
+    x8, sx = backend.quantize_rows(x)
+    groups = one_group(n.backend, x.shape[0], x.device)
+    return backend.gemm_rows(x8, sx, w.q, w.scale, groups, dtype, n.accumulate), x8, sx
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, weights: list[Tensor], scale: Tensor | None, numerics: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    T, N = x.shape[0], sum(w.shape[0] for w in weights)
+    return (
+        x.new_empty((T, N), dtype=dtype),
+        x.new_empty(x.shape, dtype=FP8),
+        x.new_empty(T, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("titan_moe_fp8::dense_linear_backward", mutates_args=())
+def _backward(
+    g: Tensor,
+    x: Tensor | None,
+    x8: Tensor,
+    sx: Tensor,
+    weights: list[Tensor],
+    scale: Tensor | None,
+    numerics: str,
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """-> dx [T, K], dw [N, K]. x is given where the weight gradient needs it."""
+    n = Numerics.parse(numerics)
+    backend = get_backend(n.backend)
+    groups = one_group(n.backend, g.shape[0], g.device)
+    g8, sg = backend.quantize_rows(g)
+    w = dense_weight(weights, scale, n, backward=True)
+    dx = backend.gemm_rows(g8, sg, w.q_t, w.scale_t, groups, x_dtype, n.accumulate)
+    del w
+    return dx, wgrad((g8, sg, g), (x8, sx, x), groups, w_dtype, n).squeeze(0)
+
+
+@_backward.register_fake
+def _(
+    g: Tensor,
+    x: Tensor | None,
+    x8: Tensor,
+    sx: Tensor,
+    weights: list[Tensor],
+    scale: Tensor | None,
+    numerics: str,
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    return g.new_empty(x8.shape, dtype=x_dtype), g.new_empty((g.shape[1], x8.shape[1]), dtype=w_dtype)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, weights, scale, numerics, _ = inputs
+    keep_x = x if Numerics.parse(numerics).wgrad_from_hp else None
+    ctx.save_for_backward(keep_x, *output[1:], scale, *weights)
+    ctx.numerics, ctx.dtypes = numerics, (x.dtype, weights[0].dtype)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | list[Tensor | None] | None, ...]:
+    keep_x, x8, sx, scale, *weights = ctx.saved_tensors
+    if g is None:
+        return None, [None] * len(weights), None, None, None
+    dx, dw = _backward(g.contiguous(), keep_x, x8, sx, weights, scale, ctx.numerics, *ctx.dtypes)
+    return dx, list(dw.split([w.shape[0] for w in weights])), None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def dense_linear(x: Tensor, weights: list[Tensor], numerics: Numerics) -> list[Tensor]:
+    """[x @ w^T for each weight], in FP8, from one quantization of x and one GEMM.
+
+    Args:
+        x: [..., K], any float dtype; T = 0 rows work.
+        weights: [N_i, K] each, plain or wrapped, float32 or bfloat16, one dtype.
+        numerics: scale rule, backend, precision of the weight gradient.
+
+    Returns:
+        [..., N_i] each, in x's dtype or autocast's: views of one tensor [..., N]. Weight gradients have the weights'
+        dtype, and are views of one tensor too.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    K = x.shape[-1]
+    if x.dim() < 1 or any(w.dim() != 2 or w.shape[1] != K for w in weights):
+        shapes = ", ".join(str(tuple(t.shape)) for t in (x, *weights))
+        raise ValueError(f"dense_linear takes x [..., K] and weights [N, K]; got {shapes}.")
+    key, dtype = op_key(numerics, *weights), compute_dtype(x)
+    rows = x.reshape(x.shape[:-1].numel(), K).contiguous()
+    y = _forward(rows, weights, gathered_scale(weights), key, dtype)[0]
+    y = y.view(*x.shape[:-1], y.shape[1])
+    return [y] if len(weights) == 1 else list(y.split([w.shape[0] for w in weights], dim=-1))
