@@ -24,6 +24,7 @@ from converters.backends.reference import FP8, QuantizedWeight, dswiglu, swiglu
 from converters.config import Numerics
 from converters.gathered_weight import FP8GatheredWeight
 from converters.scaling import Rows, compute_dtype, op_key, wgrad
+from converters.telemetry_mlp import MLPBackward, mlp_backward, mlp_forward
 from converters.weight_cache import quantized
 
 Dtypes = tuple[torch.dtype, torch.dtype]
@@ -51,22 +52,29 @@ def backward_rows(
     groups: object,
     dtypes: Dtypes,
     n: Numerics,
+    watch: MLPBackward | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward from the quantized gradient on: -> dx [M, D], dw13 [2, E, H, D], dw2 [E, D, H].
 
-    g and x may carry their high-precision tensors, h is (h8, sh); dtypes: of dx and of the weight gradients.
+    g and x may carry their high-precision tensors, h is (h8, sh); dtypes: of dx and of the weight gradients. watch:
+    telemetry of this backward.
     """
     backend, w2, hp = get_backend(n.backend), weights[1](), n.wgrad_from_hp
     dh = backend.gemm_rows(g[0], g[1], w2.q_t, w2.scale_t, groups, y13.dtype, n.accumulate)
     del w2  # the peak of memory is below
     dw2 = wgrad(g, (*h, swiglu(y13).to(y13.dtype) if hp else None), groups, dtypes[1], n)
     dy8, sdy = backend.dswiglu_rows(dh, y13)
+    if watch is not None:
+        watch.see_dy13(dh, (dy8, sdy))
     dy = dswiglu(dh, y13).to(y13.dtype) if hp else None
     del dh
     w13 = weights[0]()
     dx = backend.gemm_rows(dy8, sdy, w13.q_t, w13.scale_t, groups, dtypes[0], n.accumulate)
     del w13
-    return dx, wgrad((dy8, sdy, dy), x, groups, dtypes[1], n, parts=2), dw2
+    dw13 = wgrad((dy8, sdy, dy), x, groups, dtypes[1], n, parts=2)
+    if watch is not None:
+        watch.see_results(g[:2], x[1], dx, dw13, dw2)
+    return dx, dw13, dw2
 
 
 def quantized_weights(w1: Tensor, w2: Tensor, w3: Tensor, scales: Scales, n: Numerics, backward: bool) -> Weights:
@@ -98,6 +106,7 @@ def _forward(
     offs: Tensor,
     numerics: str,
     dtype: torch.dtype,
+    tag: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> out [M, D], and for backward x8 [M, D], sx [M], y13 [M, 2H], h8 [M, H], sh [M]."""
     n = Numerics.parse(numerics)
@@ -106,6 +115,9 @@ def _forward(
     groups = backend.groups(offs, x.shape[0])
     weights = quantized_weights(w1, w2, w3, (s13, s2), n, backward=False)
     out, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
+    if tag is not None:
+        w13, w2 = [(w1, s13), (w3, s13)], [(w2, s2)]
+        mlp_forward(tag, offs, x, (x8, sx), y13, (h8, sh), out, w13, w2, weights)
     return out, x8, sx, y13, h8, sh
 
 
@@ -120,6 +132,7 @@ def _(
     offs: Tensor,
     numerics: str,
     dtype: torch.dtype,
+    tag: Tensor | None,
 ) -> tuple[Tensor, ...]:
     M, D, H = x.shape[0], x.shape[1], w1.shape[1]
     rows = [x.new_empty(M, dtype=torch.float32) for _ in range(2)]
@@ -145,6 +158,7 @@ def _backward(
     numerics: str,
     x_dtype: torch.dtype,
     w_dtype: torch.dtype,
+    tag: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dx [M, D], dw13 [2, E, H, D], dw2 [E, D, H]. x is given where the weight gradient needs it."""
     n = Numerics.parse(numerics)
@@ -152,7 +166,8 @@ def _backward(
     groups = backend.groups(offs, g.shape[0])
     weights = quantized_weights(w1, w2, w3, (s13, s2), n, backward=True)
     rows = (*backend.quantize_rows(g), g)
-    return backward_rows(rows, (x8, sx, x), (h8, sh), y13, weights, groups, (x_dtype, w_dtype), n)
+    watch = mlp_backward(tag, offs, g, y13, [(w1, s13), (w3, s13)], [(w2, s2)])
+    return backward_rows(rows, (x8, sx, x), (h8, sh), y13, weights, groups, (x_dtype, w_dtype), n, watch)
 
 
 @_backward.register_fake
@@ -173,6 +188,7 @@ def _(
     numerics: str,
     x_dtype: torch.dtype,
     w_dtype: torch.dtype,
+    tag: Tensor | None,
 ) -> tuple[Tensor, ...]:
     E, H, D = w1.shape
     dw13, dw2 = g.new_empty((2, E, H, D), dtype=w_dtype), g.new_empty((E, D, H), dtype=w_dtype)
@@ -180,25 +196,28 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, w1, *weights, offs, numerics, _ = inputs  # w2, w3, s13, s2
+    x, w1, *weights, offs, numerics, _, tag = inputs  # w2, w3, s13, s2
     keep_x = x if Numerics.parse(numerics).wgrad_from_hp else None
-    ctx.save_for_backward(keep_x, *output[1:], w1, *weights, offs)
+    ctx.save_for_backward(keep_x, *output[1:], w1, *weights, offs, tag)
     ctx.numerics, ctx.dtypes = numerics, (x.dtype, w1.dtype)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
     if g is None:
-        return (None,) * 9
-    dx, dw13, dw2 = _backward(g.contiguous(), *ctx.saved_tensors, ctx.numerics, *ctx.dtypes)
+        return (None,) * 10
+    *saved, tag = ctx.saved_tensors
+    dx, dw13, dw2 = _backward(g.contiguous(), *saved, ctx.numerics, *ctx.dtypes, tag)
     dw1, dw3 = dw13.unbind(0)
-    return dx, dw1, dw2, dw3, None, None, None, None, None
+    return dx, dw1, dw2, dw3, None, None, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def expert_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, numerics: Numerics) -> Tensor:
+def expert_mlp(
+    x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, numerics: Numerics, tag: Tensor | None = None
+) -> Tensor:
     """(silu(x @ w1[e]^T) * (x @ w3[e]^T)) @ w2[e]^T for the rows of each expert e, in FP8.
 
     Args:
@@ -206,6 +225,7 @@ def expert_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, nume
         w1, w3: [E, H, D]; w2: [E, D, H]; plain or wrapped, float32 or bfloat16.
         offs: int32 [E], ends of the groups. Any sizes, empty ones too; no alignment.
         numerics: scale rule, backend, precision of the weight gradient.
+        tag: who is measured, for telemetry.py.
 
     Returns:
         [M, D] in x's dtype, or autocast's. Weight gradients have the weights' dtype.
@@ -221,4 +241,4 @@ def expert_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, nume
             + "."
         )
     scales, key = gathered_scales(w1, w2, w3), op_key(numerics, w1, w2, w3)
-    return _forward(x.contiguous(), w1, w2, w3, *scales, offs.to(torch.int32), key, compute_dtype(x))[0]
+    return _forward(x.contiguous(), w1, w2, w3, *scales, offs.to(torch.int32), key, compute_dtype(x), tag)[0]

@@ -16,22 +16,29 @@ from converters.backends import get_backend
 from converters.backends.reference import FP8
 from converters.config import Numerics
 from converters.scaling import compute_dtype, op_key, wgrad
+from converters.telemetry_mlp import gemm_backward, gemm_forward
 from converters.weight_cache import quantized
 
 
 @torch.library.custom_op("titan_moe_fp8::grouped_mm", mutates_args=())
-def _forward(x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype, tag: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> y [M, N], and for backward x8 [M, K], sx [M]."""
     n = Numerics.parse(numerics)
     backend = get_backend(n.backend)
     qw = quantized([w], n, backward=False, transposed=True)
     x8, sx = backend.quantize_rows(x)
     groups = backend.groups(offs, x.shape[0])
-    return backend.gemm_rows(x8, sx, qw.q, qw.scale, groups, dtype, n.accumulate), x8, sx
+    y = backend.gemm_rows(x8, sx, qw.q, qw.scale, groups, dtype, n.accumulate)
+    gemm_forward(tag, offs, x, (x8, sx), y, [(w.transpose(1, 2), None)], qw)
+    return y, x8, sx
 
 
 @_forward.register_fake
-def _(x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype, tag: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     M = x.shape[0]
     return (
         x.new_empty((M, w.shape[2]), dtype=dtype),
@@ -42,7 +49,15 @@ def _(x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype) -> 
 
 @torch.library.custom_op("titan_moe_fp8::grouped_mm_backward", mutates_args=())
 def _backward(
-    g: Tensor, x: Tensor | None, x8: Tensor, sx: Tensor, w: Tensor, offs: Tensor, numerics: str, x_dtype: torch.dtype
+    g: Tensor,
+    x: Tensor | None,
+    x8: Tensor,
+    sx: Tensor,
+    w: Tensor,
+    offs: Tensor,
+    numerics: str,
+    x_dtype: torch.dtype,
+    tag: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """-> dx [M, K], dw [E, N, K] (w's storage orientation)."""
     n = Numerics.parse(numerics)
@@ -51,35 +66,46 @@ def _backward(
     qw = quantized([w], n, backward=True, transposed=True)
     g8, sg = backend.quantize_rows(g)
     dx = backend.gemm_rows(g8, sg, qw.q_t, qw.scale_t, groups, x_dtype, n.accumulate)
-    return dx, wgrad((g8, sg, g), (x8, sx, x), groups, w.dtype, n)
+    dw = wgrad((g8, sg, g), (x8, sx, x), groups, w.dtype, n)
+    gemm_backward(tag, offs, g, (g8, sg), sx, [(w.transpose(1, 2), None)], dx, [dw])
+    return dx, dw
 
 
 @_backward.register_fake
 def _(
-    g: Tensor, x: Tensor | None, x8: Tensor, sx: Tensor, w: Tensor, offs: Tensor, numerics: str, x_dtype: torch.dtype
+    g: Tensor,
+    x: Tensor | None,
+    x8: Tensor,
+    sx: Tensor,
+    w: Tensor,
+    offs: Tensor,
+    numerics: str,
+    x_dtype: torch.dtype,
+    tag: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     return g.new_empty(x8.shape, dtype=x_dtype), w.new_empty((w.shape[0], w.shape[2], w.shape[1]))
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, w, offs, numerics, _ = inputs
+    x, w, offs, numerics, _, tag = inputs
     keep_x = x if Numerics.parse(numerics).wgrad_from_hp else None
-    ctx.save_for_backward(keep_x, *output[1:], w, offs)
+    ctx.save_for_backward(keep_x, *output[1:], w, offs, tag)
     ctx.numerics, ctx.x_dtype = numerics, x.dtype
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
     if g is None:
-        return (None,) * 5
-    dx, dw = _backward(g.contiguous(), *ctx.saved_tensors, ctx.numerics, ctx.x_dtype)
-    return dx, dw.transpose(1, 2), None, None, None
+        return (None,) * 6
+    *saved, tag = ctx.saved_tensors
+    dx, dw = _backward(g.contiguous(), *saved, ctx.numerics, ctx.x_dtype, tag)
+    return dx, dw.transpose(1, 2), None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def grouped_mm(x: Tensor, w: Tensor, offs: Tensor, numerics: Numerics) -> Tensor:
+def grouped_mm(x: Tensor, w: Tensor, offs: Tensor, numerics: Numerics, tag: Tensor | None = None) -> Tensor:
     """`torch._grouped_mm(x, w, offs)` in FP8.
 
     Args:
@@ -87,6 +113,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor, numerics: Numerics) -> Tensor
         w: [E, K, N], a transposed view of a weight [E, N, K]; plain or wrapped.
         offs: int32 [E], ends of the groups. Any sizes, empty ones too.
         numerics: scale rule, backend, precision of the weight gradient.
+        tag: who is measured, for telemetry.py.
 
     Returns:
         [M, N] in x's dtype, or autocast's.
@@ -99,4 +126,4 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor, numerics: Numerics) -> Tensor
             "grouped_mm takes x [M, K], w [E, K, N] and offs [E]; got "
             f"{tuple(x.shape)}, {tuple(w.shape)} and {tuple(offs.shape)}."
         )
-    return _forward(x.contiguous(), w, offs.to(torch.int32), op_key(numerics, w), compute_dtype(x))[0]
+    return _forward(x.contiguous(), w, offs.to(torch.int32), op_key(numerics, w), compute_dtype(x), tag)[0]

@@ -1,0 +1,181 @@
+"""What is measured of the expert MLP and of a single grouped GEMM, forward and backward.
+
+    operands   x, h, g (the gradient of the output), dy13 (of y13), w13, w2      FP8 against high precision
+    GEMMs      y13, out, dh, dx, dw13, dw2                                       against float32, from the operands
+                                                                                 before they were quantized
+
+Each GEMM is measured alone: its reference has the same inputs, also where they carry the error of GEMMs before it.
+Where a tensor exists in FP8 only (rows that came through an FP8 all-to-all, weights that FSDP2 gathered in FP8) the
+reference starts from that, or the figure is left out.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from converters.backends.reference import QuantizedWeight, dswiglu, swiglu
+from converters.telemetry import Tap, open_tap
+from converters.telemetry_stats import (
+    GEMM_ROWS,
+    ROWS,
+    Sample,
+    amax_rows,
+    columns,
+    expand_scale,
+    gemm,
+    operand,
+    sample_rows,
+    stride,
+    wgrad,
+)
+
+Quantized = tuple[Tensor, Tensor]  # q [M, K], scale
+Parts = list[tuple[Tensor, Tensor | None]]  # of a weight, along N: [E, N_i, K], with a scale [E] where it is FP8
+
+MLP_KEYS = {"operands": ("x", "h", "g", "dy13", "w13", "w2"), "gemms": ("y13", "out", "dh", "dx", "dw13", "dw2")}
+GEMM_KEYS = {"operands": ("x", "g", "w"), "gemms": ("y", "dx", "dw")}
+
+
+def _at(quantized: Quantized, sample: Sample) -> Quantized:
+    """The sampled rows, with a scale that broadcasts."""
+    q, scale = quantized
+    if scale.dim() and scale.shape[0] == q.shape[0]:
+        scale = scale[sample.rows]
+    q = q[sample.rows]
+    return q, expand_scale(scale, q.shape)
+
+
+def see_rows(tap: Tap, key: str, x: Tensor, quantized: Quantized, offs: Tensor) -> None:
+    """Measures an operand whose rows x [M, K] exist in high precision."""
+    sample = sample_rows(offs, x.shape[0])
+    tap.add(key, operand(x[sample.rows], *_at(quantized, sample), sample.valid, amax_rows(x, offs)))
+
+
+def see_weight(tap: Tap, key: str, parts: Parts, weight: QuantizedWeight) -> None:
+    """Measures a weight in high precision. weight: q [E, N, K] of all parts."""
+    at, scale = 0, expand_scale(weight.scale, weight.q.shape).expand(weight.q.shape)
+    for w, _ in parts:
+        (E, N, K), step = w.shape, max(1, w.shape[0] * w.shape[1] // ROWS)
+        some = slice(at, at + N, step)
+        rows = [t.reshape(-1, K) for t in (w[:, ::step], weight.q[:, some], scale[:, some])]
+        valid = torch.ones(len(rows[0]), dtype=torch.bool, device=w.device)
+        tap.add(key, operand(*rows, valid, amax_rows(w.reshape(-1, K))))
+        at += N
+
+
+def _values(w: Tensor, scale: Tensor | None) -> Tensor:
+    return w.float() if scale is None else w.float() * scale.view(-1, 1, 1)
+
+
+def _rows_of(parts: Parts) -> Tensor:
+    """Some rows of a weight, as `columns(output, len(parts))` picks them: float32 [E, parts * C, K]."""
+    return torch.cat([_values(w[:, :: stride(w.shape[1])], scale) for w, scale in parts], dim=1)
+
+
+def _columns_of(parts: Parts) -> Tensor:
+    """Some columns of a weight, the rows of its transpose: float32 [E, C, N]."""
+    return torch.cat([_values(w[:, :, :: stride(w.shape[2])], scale) for w, scale in parts], dim=1).transpose(1, 2)
+
+
+def mlp_forward(
+    tag: Tensor | None,
+    offs: Tensor,
+    x: Tensor | None,
+    x8: Quantized,
+    y13: Tensor,
+    h8: Quantized,
+    out: Tensor,
+    w13: Parts,
+    w2: Parts,
+    weights: tuple[Callable[[], QuantizedWeight], Callable[[], QuantizedWeight]],
+) -> None:
+    """To be called at the end of the forward. x None: the rows are here in FP8 only."""
+    if (tap := open_tap(tag, "forward")) is None:
+        return
+    sample = sample_rows(offs, y13.shape[0])
+    thin = sample.thinned(GEMM_ROWS)
+    tap.add("h", operand(swiglu(y13[sample.rows]), *_at(h8, sample), sample.valid))
+    tap.add("out", gemm(swiglu(y13[thin.rows]), _rows_of(w2), columns(out[thin.rows]), thin))
+    if x is not None:
+        see_rows(tap, "x", x, x8, offs)
+        tap.add("y13", gemm(x[thin.rows], _rows_of(w13), columns(y13[thin.rows], 2), thin))
+        tap.keep("x", columns(x), x8[1])
+    for key, parts, weight in (("w13", w13, weights[0]), ("w2", w2, weights[1])):
+        if parts[0][1] is None:
+            see_weight(tap, key, parts, weight())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPBackward:
+    """Measures one backward of the expert MLP. g None: the gradient is here in FP8 only."""
+
+    tap: Tap
+    offs: Tensor
+    w13: Parts
+    w2: Parts
+    g: Tensor | None
+    y13: Tensor
+
+    def see_dy13(self, dh: Tensor, dy8: Quantized) -> None:
+        """To be called while dh [M, H] is alive."""
+        sample = sample_rows(self.offs, dh.shape[0])
+        thin = sample.thinned(GEMM_ROWS)
+        self.tap.add("dy13", operand(dswiglu(dh[sample.rows], self.y13[sample.rows]), *_at(dy8, sample), sample.valid))
+        if self.g is not None:
+            self.tap.add("dh", gemm(self.g[thin.rows], _columns_of(self.w2), columns(dh[thin.rows]), thin))
+        self.tap.keep("dy13", dswiglu(dh[thin.rows], self.y13[thin.rows]))
+        self.tap.keep("dy13 columns", dswiglu(columns(dh), columns(self.y13, 2)))
+
+    def see_results(self, g8: Quantized, sx: Tensor, dx: Tensor, dw13: Tensor, dw2: Tensor) -> None:
+        """To be called at the end: dx [M, D], dw13 [2, E, H, D], dw2 [E, D, H]; sx: the scale of x in the forward."""
+        tap, thin = self.tap, sample_rows(self.offs, dx.shape[0]).thinned(GEMM_ROWS)
+        tap.add("dx", gemm(tap.recall("dy13"), _columns_of(self.w13), columns(dx[thin.rows]), thin))
+        x, dy13 = tap.recall("x", sx), tap.recall("dy13 columns")
+        if x is not None:
+            tap.add("dw13", wgrad(dy13, x, list(dw13.unbind(0)), self.offs))
+        if self.g is not None:
+            see_rows(tap, "g", self.g, g8, self.offs)
+            tap.add("dw2", wgrad(columns(self.g), swiglu(columns(self.y13, 2)), [dw2], self.offs))
+
+
+def mlp_backward(
+    tag: Tensor | None, offs: Tensor, g: Tensor | None, y13: Tensor, w13: Parts, w2: Parts
+) -> MLPBackward | None:
+    """What watches this backward, if it is to be watched."""
+    tap = open_tap(tag, "backward")
+    return None if tap is None else MLPBackward(tap=tap, offs=offs, w13=w13, w2=w2, g=g, y13=y13)
+
+
+def gemm_forward(
+    tag: Tensor | None, offs: Tensor, x: Tensor, x8: Quantized, y: Tensor, w: Parts, weight: QuantizedWeight
+) -> None:
+    """To be called at the end of y [M, N] = x [M, K] @ W^T; w: parts [E, N_i, K]."""
+    if (tap := open_tap(tag, "forward")) is None:
+        return
+    thin = sample_rows(offs, x.shape[0]).thinned(GEMM_ROWS)
+    see_rows(tap, "x", x, x8, offs)
+    see_weight(tap, "w", w, weight)
+    tap.add("y", gemm(x[thin.rows], _rows_of(w), columns(y[thin.rows], len(w)), thin))
+    tap.keep("x", columns(x), x8[1])
+
+
+def gemm_backward(
+    tag: Tensor | None,
+    offs: Tensor,
+    g: Tensor,
+    g8: Quantized,
+    sx: Tensor,
+    w: Parts,
+    dx: Tensor,
+    dw: list[Tensor],
+) -> None:
+    """To be called at the end of the backward: g [M, N], dx [M, K], dw: parts [E, N_i, K]; sx: the scale of x."""
+    if (tap := open_tap(tag, "backward")) is None:
+        return
+    thin = sample_rows(offs, g.shape[0]).thinned(GEMM_ROWS)
+    see_rows(tap, "g", g, g8, offs)
+    tap.add("dx", gemm(g[thin.rows], _columns_of(w), columns(dx[thin.rows]), thin))
+    if (x := tap.recall("x", sx)) is not None:
+        tap.add("dw", wgrad(columns(g, len(dw)), x, dw, offs))
