@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from torchao.core.config import AOBaseConfig
 
 from converters.dense_config import FP8DenseConfig
+from converters.telemetry_config import FP8TelemetryConfig
 from converters.token_config import TokenPathConfig
 
 Recipe = Literal["tokenwise", "rowwise"]
@@ -182,6 +183,9 @@ class FP8Config:
 
     token_path: TokenPathConfig = field(default_factory=TokenPathConfig)
     """Read by the converter `fp8.grouped_experts`."""
+
+    telemetry: FP8TelemetryConfig = field(default_factory=FP8TelemetryConfig)
+    """What a run measures of itself."""
 
     def __post_init__(self) -> None:
         for section in fields(self):

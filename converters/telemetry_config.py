@@ -12,7 +12,7 @@ class FP8TelemetryConfig:
     every: int = 0
     """
     Measure every N steps, and in steps 1 and 2: amax, scales, flushed and saturated shares and SQNR of operands and
-    GEMMs, gradient norms by group, loads of the experts. TensorBoard scalars under `fp8/`. 0: nothing is added anywhere.
+    GEMMs, gradient norms by group, loads of the experts. Scalars under `fp8/` in TensorBoard. 0: nothing at all.
     """
 
     twin: str = ""

@@ -57,7 +57,7 @@ def see_weight(tap: Tap, key: str, parts: Parts, weight: QuantizedWeight) -> Non
     """Measures a weight in high precision. weight: q [E, N, K] of all parts."""
     at, scale = 0, expand_scale(weight.scale, weight.q.shape).expand(weight.q.shape)
     for w, _ in parts:
-        (E, N, K), step = w.shape, max(1, w.shape[0] * w.shape[1] // ROWS)
+        (N, K), step = w.shape[1:], max(1, w.shape[0] * w.shape[1] // ROWS)
         some = slice(at, at + N, step)
         rows = [t.reshape(-1, K) for t in (w[:, ::step], weight.q[:, some], scale[:, some])]
         valid = torch.ones(len(rows[0]), dtype=torch.bool, device=w.device)
