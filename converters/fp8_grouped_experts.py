@@ -40,6 +40,7 @@ from converters.selection import (
     stacked_weights,
 )
 from converters.sequential_experts import run_sequentially
+from converters.token_path import FuseTokenPath, Routes, experts_forward, token_path_of
 from parallel.checkpoint import wrap_parameters
 from parallel.expert_parallel import dispatches_itself, let_experts_dispatch, plan
 
@@ -52,14 +53,20 @@ def _local(w: Tensor) -> Tensor:
     return w.to_local() if isinstance(w, DTensor) else w
 
 
-def fp8_experts_forward(self: GroupedExperts, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+def fp8_experts_forward(
+    self: GroupedExperts, x: Tensor, num_tokens_per_expert: Tensor, routes: Routes | None = None
+) -> Tensor:
     """Stands in for `GroupedExperts.forward`.
 
     x [M, D] is grouped by expert, num_tokens_per_expert counts the rows of each. Under expert parallelism either
     torchtitan has dispatched them before (local experts, groups padded with zero rows, which change no scale and no
-    gradient), or they are dispatched here, in FP8.
+    gradient), or they are dispatched here, in FP8. With routes x are tokens, [T, D], and so is the result
+    (token_path.py).
     """
     w1, w2, w3 = _local(self.w1), _local(self.w2), _local(self.w3)
+    if routes is not None:
+        group = self.ep_group if dispatches_itself(self) else None
+        return experts_forward(x, num_tokens_per_expert, routes, (w1, w2, w3), group, w1._context)
     if dispatches_itself(self) and self.ep_group is not None:
         dispatch = plan(num_tokens_per_expert, self.ep_group)
         return dispatched_mlp(x, w1, w2, w3, dispatch, w1._context).type_as(x)
@@ -134,10 +141,13 @@ def _too_slow(
     return [SkippedModule(fqn, f"below break-even: {why}") for fqn, why in slow.items() if keep]
 
 
-def convert(model: nn.Module, config: FP8GroupedExpertsConfig, work: Workload | None = None) -> ConversionReport:
+def convert(
+    model: nn.Module, config: FP8GroupedExpertsConfig, work: Workload | None = None, fuse: FuseTokenPath | None = None
+) -> ConversionReport:
     """Converts the routed experts of `model` that `config` selects, in place, and records what it did.
 
     work: what the job sends through them, to say or to leave out where FP8 will be slower (hopper backend).
+    fuse: switches the token path around the experts that run our forward, and says what it did.
 
     Raises:
         ValueError: nothing matches, a shape is not supported, the backend cannot run here, or a wire that was asked for
@@ -164,7 +174,9 @@ def convert(model: nn.Module, config: FP8GroupedExpertsConfig, work: Workload | 
             converted.append(
                 ConvertedWeight(f"{fqn}.{name}", tuple(w.shape), str(w.dtype).removeprefix("torch."), note)
             )
-    report = ConversionReport(NAME, config.recipe, numerics.backend, tuple(converted), tuple(skipped))
+    ours = [m for m in chosen.values() if _takes_our_forward(m)]
+    notes = () if fuse is None else (fuse(model, ours, numerics),)
+    report = ConversionReport(NAME, config.recipe, numerics.backend, tuple(converted), tuple(skipped), notes)
     model.conversion_reports = [*getattr(model, "conversion_reports", []), report]
     return report
 
@@ -192,7 +204,9 @@ class FP8GroupedExpertsConverter:
         """Converts `model` in place. Called on the meta device, before any parallelism."""
         check_layout(select(model, self.config)[0], self.config, self.job_config, self.parallel_dims)
         work = workload(self.job_config, self.parallel_dims)
-        logger.info(convert(model, self.config, work).summary())
+        dispatches = dispatches_fp8(self.config, resolve(self.config))
+        fuse = token_path_of(self.job_config, self.parallel_dims, dispatches)
+        logger.info(convert(model, self.config, work, fuse).summary())
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Quantizes the FSDP2 shards for the next step: one all-reduce of the maxima of all experts."""

@@ -10,8 +10,9 @@
                ds[r] =                                    <d[r], x[t]>                  <g[t], o[r]>
 
 Each line that has x, g, out or dx is one kernel (kernels/tokens.py). Weighting, sums and base (the shared expert's
-output) stay in float32 until they are quantized or stored, so a value is rounded once where torchtitan's layer rounds it
-to BF16 first. Saved beyond what expert_mlp.py saves: x, which the router's gate has saved too, or o.
+output) stay in float32 until they are quantized or stored, so a value is rounded once where torchtitan's layer rounds
+it to BF16 first. Saved beyond what expert_mlp.py saves: x, which the router's gate has saved too, or o, which
+torchtitan's layer saves in float32.
 """
 
 from functools import cache

@@ -21,7 +21,7 @@ ALIGNMENT = 16  # bytes: TMA and wgmma read FP8 rows in units of 16 elements
 
 @dataclass(frozen=True)
 class ConvertedWeight:
-    """One weight that was wrapped. shape (E, N, K)."""
+    """One weight that was wrapped. shape (E, N, K), or (N, K) of a linear layer."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -46,14 +46,16 @@ class ConversionReport:
     backend: str
     converted: tuple[ConvertedWeight, ...]
     skipped: tuple[SkippedModule, ...]
+    notes: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """One line for the log."""
         reasons = Counter(s.reason for s in self.skipped)
+        kind = "expert" if any(len(w.shape) == 3 for w in self.converted) else "linear"
         left = "; ".join(f"{n} {reason}" for reason, n in reasons.items()) or "nothing"
         return (
-            f"{self.converter}: {len(self.converted)} expert weights in FP8 ({self.recipe}, {self.backend} backend); "
-            f"modules left as they are: {left}."
+            f"{self.converter}: {len(self.converted)} {kind} weights in FP8 ({self.recipe}, {self.backend} backend); "
+            f"modules left as they are: {left}." + "".join(f" {note[0].upper()}{note[1:]}." for note in self.notes)
         )
 
 
@@ -78,7 +80,7 @@ def _named(fqn: str, module: nn.Module, pattern: str) -> bool:
     return matches(own, pattern)
 
 
-def _layer(fqn: str) -> int | None:
+def layer_of(fqn: str) -> int | None:
     found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", fqn)
     return int(found[1]) if found else None
 
@@ -117,7 +119,7 @@ def select(model: nn.Module, config: FP8GroupedExpertsConfig) -> tuple[dict[str,
     modules = {fqn.replace("_checkpoint_wrapped_module.", ""): m for fqn, m in model.named_modules()}
     stacks = {fqn: m for fqn, m in modules.items() if stacked_weights(m)}
     _check_patterns(config.fqns, stacks)
-    layers = {n for fqn in modules if (n := _layer(fqn)) is not None}
+    layers = {n for fqn in modules if (n := layer_of(fqn)) is not None}
     last = max(layers, default=-1) - config.skip_last_layers
     chosen, skipped = {}, []
     for fqn, module in modules.items():
@@ -125,7 +127,7 @@ def select(model: nn.Module, config: FP8GroupedExpertsConfig) -> tuple[dict[str,
             if list(module.parameters(recurse=False)):
                 skipped.append(SkippedModule(fqn, _why_not_experts(module)))
             continue
-        layer = _layer(fqn)
+        layer = layer_of(fqn)
         named = any(_named(fqn, module, p) for p in config.fqns)
         if config.fqns and not named:
             reason = "experts that no pattern of fqns names"

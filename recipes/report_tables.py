@@ -57,7 +57,7 @@ def conversion_table(reports: list[ConversionReport]) -> Group:
 
 def _title(report: ConversionReport) -> Text:
     done = f"{len(report.converted)} weights in FP8, recipe {report.recipe}, {report.backend} backend"
-    return Text(f"{report.converter}: {done}", style="bold green")
+    return Text("\n  ".join([f"{report.converter}: {done}", *report.notes]), style="bold green")
 
 
 def _converted(report: ConversionReport) -> Table:
