@@ -43,6 +43,8 @@ class Numerics:
 
     temporary: the weight is a view, or gathered for one pass; what is quantized from it is not kept, even with `cache`.
     fp8_all_gather: FSDP2 gathers the weight in FP8.
+    used_once: one forward and one backward are all that use it between two optimizer steps; what was quantized from it
+    is dropped on the way.
     """
 
     recipe: Recipe = "tokenwise"
@@ -52,6 +54,7 @@ class Numerics:
     cache: bool = True
     temporary: bool = False
     fp8_all_gather: bool = False
+    used_once: bool = False
 
     @property
     def key(self) -> str:

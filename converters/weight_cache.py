@@ -3,7 +3,8 @@
 An entry belongs to the storage and place of the weights it was made from and holds their version counters: whatever
 writes into a weight (optimizer, checkpoint load, init) ends it. Payload and scale are one object, so a fresh scale can
 never meet an old payload: the bug that turned weights to zero elsewhere (TransformerEngine#1047). An old entry is not
-dead, though: its amax is a good guess for the next one, which the hopper backend checks on the device.
+dead, though: its amax is a good guess for the next one, which the hopper backend checks on the device. Where a step
+uses a weight once (`Numerics.used_once`), each layout is dropped after its use: none is left when gradients peak.
 
 The one mutable state at module level in this project: custom ops receive plain tensors, so what they share must be
 reachable from here. Views of a weight, and weights that live only from an all-gather to the next reshard, are not
@@ -11,7 +12,7 @@ cached (expert_weight.py).
 """
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -55,8 +56,11 @@ def quantized(
         w = w if w.dim() == 3 else w.unsqueeze(0)
         return w.transpose(1, 2) if transposed else w
 
+    def make(**options: object) -> QuantizedWeight:
+        return quantize([orient(w) for w in weights], numerics, **options)
+
     if not numerics.cache or numerics.temporary or any(w.is_inference() for w in weights):
-        return quantize([orient(w) for w in weights], numerics, forward=not backward, backward=backward)
+        return make(forward=not backward, backward=backward)
     place = tuple((w.untyped_storage()._cdata, w.storage_offset(), w.shape, w.stride(), w.dtype) for w in weights)
     key = (place, transposed, numerics.recipe, numerics.backend)
     versions = tuple(w._version for w in weights)
@@ -64,14 +68,25 @@ def quantized(
         entry = _entries.get(key)
         if entry is not None and any(ref.expired() for ref in entry.storages):
             entry = None
-        if entry is not None and entry.versions == versions:
-            return entry.quantized
         previous = None if entry is None else entry.quantized
-        fresh = quantize([orient(w) for w in weights], numerics, previous=previous)
-        for dead in [k for k, e in _entries.items() if any(ref.expired() for ref in e.storages)]:
-            del _entries[dead]
-        _entries[key] = _Entry(tuple(StorageWeakRef(w.untyped_storage()) for w in weights), versions, fresh)
-        return fresh
+        if entry is not None and entry.versions == versions:
+            if not (previous.q_t if backward else previous.q).numel():  # dropped after its use, and used once more
+                return make(previous=previous, forward=not backward, backward=backward)
+            found = previous
+        else:
+            found = make(previous=previous)
+            for dead in [k for k, e in _entries.items() if any(ref.expired() for ref in e.storages)]:
+                del _entries[dead]
+        if found is not previous or numerics.used_once:
+            kept = _without_used(found, backward) if numerics.used_once else found
+            _entries[key] = _Entry(tuple(StorageWeakRef(w.untyped_storage()) for w in weights), versions, kept)
+        return found
+
+
+def _without_used(w: QuantizedWeight, backward: bool) -> QuantizedWeight:
+    """w without the layouts that a step with one micro-batch has done with; the scale stays, a guess for the next."""
+    none = w.q.new_empty(0)
+    return replace(w, q=none, q_t=none if backward else w.q_t)
 
 
 def cached_bytes() -> int:

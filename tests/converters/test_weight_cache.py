@@ -187,3 +187,36 @@ def test_inference_tensors_are_not_cached() -> None:
         assert torch.equal(mlp(weights), mlp(parameters()))
         weights[1].mul_(2)
         assert not torch.equal(mlp(weights), mlp(parameters()))
+
+
+def cached_layouts() -> list[int]:
+    """Elements of q and q_t over all entries."""
+    kept = [e.quantized for e in weight_cache._entries.values()]
+    return [sum(w.q.numel() for w in kept), sum(w.q_t.numel() for w in kept)]
+
+
+def test_a_weight_that_is_used_once_leaves_nothing_at_the_end_of_backward() -> None:
+    size = ROWS.w1.numel() + ROWS.w2.numel() + ROWS.w3.numel()
+    weights = parameters(Numerics(used_once=True))
+    out = mlp(weights)
+    assert cached_layouts() == [0, size]
+    out.backward(torch.randn_like(out))
+    assert cached_layouts() == [0, 0]
+    assert weight_cache.cached_bytes() < size  # the scales
+
+
+def test_a_weight_that_was_to_be_used_once_may_be_used_again() -> None:
+    g = torch.randn_like(ROWS.x)
+    results = []
+    for numerics in (Numerics(), Numerics(used_once=True)):
+        weights = parameters(numerics)
+        mlp(weights)  # a validation batch
+        out = mlp(weights)
+        out.backward(g, retain_graph=True)
+        out.backward(g)
+        with torch.no_grad():
+            weights[0].mul_(2)
+        mlp(weights).backward(g)
+        results.append([out.detach(), mlp(weights).detach(), *(w.grad for w in weights)])
+    for kept, dropped in zip(*results, strict=True):
+        assert torch.equal(kept, dropped)
