@@ -8,18 +8,25 @@ import torch
 from torchtitan.models.llama4.infra import parallelize
 from torchtitan.protocols import train_spec as train_specs
 
+import converters.dense_mlp
 import converters.expert_mlp
-import converters.expert_weight  # noqa: F401  (both define ops)
+import converters.expert_weight  # noqa: F401  (all define ops)
 from converters.registry import install
 from parallel.parallelize import let_expert_parallelism_stand_alone
 from parallel.recomputation import keep_fsdp_out_of_recomputation
 from recipes.datasets import register_datasets
+from recipes.issue1152 import model as issue1152
 from recipes.job_config import DataConfig
 from recipes.models import llama4, mixtral
 
-# What selective recomputation keeps, beside torchtitan's own list: the FP8 experts, as it keeps every other matmul.
-SAVED_OPS = {torch.ops.titan_moe_fp8.expert_mlp.default, torch.ops.titan_moe_fp8.grouped_mm.default}
-SPECS = {"llama4": llama4.train_spec, "mixtral": mixtral.train_spec}
+# What selective recomputation keeps, beside torchtitan's own list: FP8 products, as it keeps every other matmul.
+SAVED_OPS = {
+    torch.ops.titan_moe_fp8.expert_mlp.default,
+    torch.ops.titan_moe_fp8.grouped_mm.default,
+    torch.ops.titan_moe_fp8.dense_linear.default,
+    torch.ops.titan_moe_fp8.dense_mlp.default,
+}
+SPECS = {"llama4": llama4.train_spec, "mixtral": mixtral.train_spec, "issue1152": issue1152.train_spec}
 
 
 def register() -> None:
