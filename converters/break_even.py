@@ -78,13 +78,20 @@ class Workload:
     """What a job sends through its experts at a time.
 
     tokens: that the expert-parallel ranks route together (a rank's own without EP). micro_batches: of an optimizer
-    step. ep, tp: ranks among which experts, and the hidden dim of one, are divided.
+    step. ep, tp: ranks among which experts, and the hidden dim of one, are divided. recomputes: whether backward runs
+    forward passes again.
     """
 
     tokens: float
     micro_batches: int
     ep: int = 1
     tp: int = 1
+    recomputes: bool = False
+
+    @property
+    def uses_once(self) -> bool:
+        """Whether each weight meets one forward and one backward between two optimizer steps."""
+        return self.micro_batches == 1 and not self.recomputes
 
 
 def workload(job_config: JobConfig, dims: ParallelDims) -> Workload:
@@ -95,7 +102,8 @@ def workload(job_config: JobConfig, dims: ParallelDims) -> Workload:
     borrows = dims.ep > 1 and dims.etp == 1  # EP's ranks are TP's too, and each of those has its part of the sequence
     tokens = local * training.seq_len * dims.ep / (dims.cp * (dims.tp if borrows else 1))
     tp, micro_batches = 1 if borrows else dims.tp, max(batch // (local * ranks), 1)
-    return Workload(tokens=tokens, micro_batches=micro_batches, ep=dims.ep, tp=tp)
+    recomputes = job_config.activation_checkpoint.mode != "none"
+    return Workload(tokens=tokens, micro_batches=micro_batches, ep=dims.ep, tp=tp, recomputes=recomputes)
 
 
 def below_break_even(

@@ -153,7 +153,7 @@ def convert(
         ValueError: nothing matches, a shape is not supported, the backend cannot run here, or a wire that was asked for
             by name cannot be FP8.
     """
-    numerics = resolve(config)
+    numerics = replace(resolve(config), used_once=work is not None and work.uses_once)
     chosen, skipped = select(model, config)
     if work is not None and numerics.backend == "hopper" and config.experts == "grouped":
         slow = _too_slow(model, chosen, config, work)

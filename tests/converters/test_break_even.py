@@ -102,9 +102,21 @@ def dims(world_size: int = 1, **degrees: int) -> ParallelDims:
 def test_tokens_that_reach_the_experts(degrees: dict[str, int], expected: Workload) -> None:
     config = JobConfig()
     config.training.local_batch_size, config.training.seq_len, config.training.global_batch_size = 8, 100, 96
-    config.parallelism.pipeline_parallel_microbatch_size = 2
+    config.parallelism.pipeline_parallel_microbatch_size, config.activation_checkpoint.mode = 2, "none"
     world = degrees.get("dp_shard", 1) * degrees.get("cp", 1) * degrees.get("tp", 1) * degrees.get("pp", 1)
     assert workload(config, dims(world, **degrees)) == expected
+
+
+@pytest.mark.parametrize(
+    ("recompute", "batch", "once"), [("none", 8, True), ("none", 16, False), ("full", 8, False)], ids=str
+)
+def test_a_weight_is_used_once_in_a_step_of_one_micro_batch_without_recomputation(
+    recompute: str, batch: int, once: bool
+) -> None:
+    config = JobConfig()
+    config.training.local_batch_size, config.training.global_batch_size = 8, batch
+    config.activation_checkpoint.mode = recompute
+    assert workload(config, dims()).uses_once == once
 
 
 @pytest.fixture
