@@ -1,8 +1,8 @@
 """How does it start?  torchrun train.py --job.config_file recipes/llama4_fp8.toml
 
 Prepares the device, registers our converters, models, datasets and the config sections [fp8] and [data], and hands
-over to torchtitan's own Trainer. Without torchrun it runs as one process. Every flag is torchtitan's: `python train.py
---help`.
+over to torchtitan's Trainer (recipes/trainer.py). Without torchrun it runs as one process. Every flag is torchtitan's:
+`python train.py --help`.
 """
 
 import glob
@@ -44,10 +44,10 @@ def main() -> None:
 
     prepare_device()  # before torchtitan copies the device type
 
-    from torchtitan.train import Trainer
     from torchtitan.train import main as train
 
     import recipes.register  # noqa: F401  (importing registers)
+    from recipes.trainer import Trainer
 
     train(Trainer)
 

@@ -22,7 +22,7 @@ from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.tools.logging import logger
 
-from recipes.documents import read_jsonl, read_parquet, read_python_docs, read_text_files
+from recipes.documents import read_jsonl, read_parquet, read_python_docs, read_python_packages, read_text_files
 from recipes.job_config import DataConfig
 
 Split = Literal["train", "validation", "test"]
@@ -32,6 +32,7 @@ Reader = Callable[[str, str], Iterator[str]]
 SOURCES: Mapping[str, tuple[Reader, str]] = MappingProxyType(
     {
         "python_docs": (read_python_docs, sysconfig.get_path("stdlib")),
+        "python_packages": (read_python_packages, sysconfig.get_path("purelib")),
         "jsonl": (read_jsonl, ""),
         "text_files": (read_text_files, ""),
         "parquet": (read_parquet, ""),
@@ -50,6 +51,9 @@ def split_of(text: str, config: DataConfig) -> Split:
 
 def load_split(path: str, *, name: str, split: Split, config: DataConfig, ranks: int) -> Dataset:
     """The documents of one split, shuffled, in the column `text`.
+
+    Only the training documents follow `[data] shuffle_seed`: a run validates on the first batches of its split, and
+    runs of several seeds must do so on the same ones.
 
     Raises ValueError where there are none, or fewer than `ranks`, the data-parallel ranks that share them.
     """
@@ -71,7 +75,7 @@ def load_split(path: str, *, name: str, split: Split, config: DataConfig, ranks:
         )
     # large_string: 64-bit offsets, a split may hold more than 2 GiB of text.
     dataset = Dataset.from_dict({"text": texts}, features=Features({"text": Value("large_string")}))
-    return dataset.shuffle(seed=config.shuffle_seed)
+    return dataset.shuffle(seed=config.shuffle_seed if split == "train" else 0)
 
 
 def register_datasets(config: DataConfig, ranks: int = 1) -> None:

@@ -9,6 +9,7 @@ import glob
 import json
 import os
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,6 +27,11 @@ NOT_EVERYWHERE = frozenset({"idlelib", "tkinter", "turtledemo", "ensurepip", "li
 # python_docs is cut into documents of about this length. Whole pages have up to 80,000 characters, several steps of a
 # small batch, and the loss of llama4_bf16.toml then jumped by 0.4 from one step to the next with the topic.
 PIECE_CHARS = 2000
+
+# python_packages: a file above this length is a generated table, and files are taken until there are so many characters
+# (25 million tokens of assets/tokenizer, whose token is 2.5 characters of Python).
+PACKAGE_FILE_CHARS = 256 << 10
+PACKAGES_CHARS = 64 << 20
 
 # A JSON line longer than a block is refused by pyarrow, whose default block is 1 MiB.
 JSON_BLOCK_BYTES = 64 << 20
@@ -126,6 +132,34 @@ def read_python_docs(path: str, text_column: str) -> Iterator[str]:
         yield from _pieces("\n\n".join(_page(ast.parse(file.read_bytes()), name)))
 
 
+def read_python_packages(path: str, text_column: str) -> Iterator[str]:
+    """The sources of the packages installed in `path`, one document a file, equal files once, PACKAGES_CHARS in all.
+
+    Files come in the order of a hash of their path, so that a part of them is a part of every package.
+    """
+    root, seen, chars = Path(path), set(), 0
+    if not root.is_dir():
+        raise ValueError(f"{path!r} is not a folder of installed packages (from {Path.cwd()}): name a site-packages.")
+    names = [file.relative_to(root).as_posix() for file in _walk(root, frozenset({"__pycache__"}))]
+    for name in sorted(names, key=_digest):
+        try:
+            text = (root / name).read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError:
+            continue
+        digest = _digest(text)
+        if not text.strip() or len(text) > PACKAGE_FILE_CHARS or digest in seen:
+            continue
+        seen.add(digest)
+        chars += len(text)
+        yield text
+        if chars >= PACKAGES_CHARS:
+            return
+
+
+def _digest(text: str) -> bytes:
+    return blake2b(text.encode(), digest_size=16).digest()
+
+
 def _pieces(page: str) -> Iterator[str]:
     """The page cut between paragraphs; a piece ends with the paragraph that brings it to PIECE_CHARS."""
     piece = ""
@@ -140,11 +174,14 @@ def _pieces(page: str) -> Iterator[str]:
 
 def _modules(root: Path) -> list[Path]:
     """The documented sources of a standard library, sorted. Skipped folders are not entered: site-packages is large."""
-    files = []
+    return sorted(_walk(root, NOT_DOCUMENTED | NOT_EVERYWHERE))
+
+
+def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
+    """The .py files below `root`, in no order; folders named in `skipped` are not entered."""
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in NOT_DOCUMENTED | NOT_EVERYWHERE]
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(files)
+        folders[:] = [name for name in folders if name not in skipped]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _page(node: ast.AST, name: str) -> Iterator[str]:

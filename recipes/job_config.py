@@ -22,7 +22,7 @@ class DataConfig:
     """Share of the documents in NAME_test, chosen the same way. The rest is NAME, the training split."""
 
     shuffle_seed: int = 0
-    """Seed of the order of the documents, the same on every rank and in every epoch."""
+    """Seed of the order of the training documents, the same on every rank and in every epoch."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.text_column, str) or not self.text_column:
@@ -48,4 +48,4 @@ class JobConfig:
     """FP8 training, read by the converters whose names start with `fp8.`"""
 
     data: DataConfig = field(default_factory=DataConfig)
-    """Reading and splitting of the datasets python_docs, jsonl, text_files and parquet"""
+    """Reading and splitting of the datasets python_docs, python_packages, jsonl, text_files and parquet"""

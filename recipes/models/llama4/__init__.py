@@ -34,6 +34,19 @@ FLAVORS: Mapping[str, TransformerModelArgs] = MappingProxyType(
             interleave_moe_layer_step=1,
             moe_args=MoEArgs(num_experts=8),
         ),
+        # D = 768, H = 1280, 16 experts and a shared one: 313 M parameters, 48 M of them active in a token.
+        "300m": TransformerModelArgs(
+            dim=768,
+            n_layers=6,
+            n_heads=12,
+            n_kv_heads=4,
+            vocab_size=2048,
+            multiple_of=128,
+            ffn_dim_multiplier=1.25,
+            rope_theta=500_000,
+            interleave_moe_layer_step=1,
+            moe_args=MoEArgs(num_experts=16),
+        ),
         # Scout's width, to measure a step with: its 48 layers need a cluster.
         "scout_2layers": dataclasses.replace(llama4_args["17bx16e"], n_layers=2, vocab_size=32768),
         "scout_3layers": dataclasses.replace(llama4_args["17bx16e"], n_layers=3, vocab_size=32768),

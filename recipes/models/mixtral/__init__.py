@@ -50,6 +50,8 @@ FLAVORS: Mapping[str, MixtralModelArgs] = {
     "debug": _DEBUG,
     # The debug model balanced by torchtitan's bias method in place of the auxiliary loss.
     "debug_bias": replace(_DEBUG, router_aux_loss_coef=0.0, moe_args=mixtral_moe(load_balance_coeff=1e-3)),
+    # 310 M parameters, 87 M of them active in a token.
+    "300m": replace(_DEBUG, dim=768, n_layers=6, n_heads=12, n_kv_heads=4, head_dim=64, hidden_dim=2688),
     "8x7b": MixtralModelArgs(router_aux_loss_coef=0.02),
     # 8x7B's width, to measure a step with: its 32 layers need a host of eight.
     "8x7b_2layers": MixtralModelArgs(n_layers=2, router_aux_loss_coef=0.02),

@@ -1,0 +1,43 @@
+"""torchtitan's trainer, which a polite kill (SIGTERM) ends at the next step with a full checkpoint.
+
+Clusters send SIGTERM before they take a machine away, and recipes/parity.py sends it at the end of its budget; the same
+command then goes on from that step. torchtitan 0.2.2 saves at fixed intervals only.
+"""
+
+import os
+import signal
+from types import FrameType
+
+from torchtitan.tools.logging import logger
+from torchtitan.train import Trainer as TorchTitanTrainer
+
+
+class Trainer(TorchTitanTrainer):
+    """For runs of one process with `checkpoint.enable`. Any other is killed as ever: ranks would stop apart."""
+
+    stop_asked = False
+
+    def train(self) -> None:
+        """Trains until the last step, or until the first one that ends after a SIGTERM."""
+        if not (self.checkpointer.enable and self.parallel_dims.world_size == 1):
+            super().train()
+            return
+        before = signal.signal(signal.SIGTERM, self._ask)
+        try:
+            super().train()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def should_continue_training(self) -> bool:
+        """torchtitan asks before each step."""
+        if not self.stop_asked or self.step >= self.job_config.training.steps:
+            return super().should_continue_training()
+        saved = os.path.join(self.checkpointer._create_checkpoint_id(self.step), ".metadata")  # written last
+        if self.step and not os.path.isfile(saved):
+            self.checkpointer.interval = self.step  # torchtitan saves at multiples of it
+            self.checkpointer.save(self.step)
+        logger.info(f"Stopped by SIGTERM after step {self.step}: the same command goes on from there.")
+        return False
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.stop_asked = True
