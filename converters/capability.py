@@ -5,7 +5,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from packaging.version import Version
 
-from converters.config import FP8GroupedExpertsConfig, Numerics
+from converters.config import FP8GroupedExpertsConfig
+from converters.dense_config import FP8DenseConfig
+from converters.numerics import Numerics, needs_emulation
 
 TORCHAO_RANGE = (
     Version("0.17"),
@@ -39,23 +41,38 @@ def hopper_problem() -> str | None:
     return None
 
 
-def resolve(config: FP8GroupedExpertsConfig) -> Numerics:
+def resolve_backend(backend: str, recipe: str, grad_dtype: str) -> str:
+    """The backend that "auto" stands for with this recipe on this machine; any other as it is.
+
+    Raises:
+        ValueError: hopper was named and cannot run here.
+    """
+    if backend == "hopper" and (problem := hopper_problem()):
+        raise ValueError(f"{problem} Set backend = 'reference' (plain torch, any device) or 'auto'.")
+    if backend != "auto":
+        return backend
+    if needs_emulation(recipe, grad_dtype):
+        return "emulated"
+    if recipe == "tokenwise":
+        return "reference" if hopper_problem() else "hopper"
+    return "emulated" if torch.cuda.is_available() else "reference"  # the reference waits for a GPU in every GEMM
+
+
+def resolve(config: FP8GroupedExpertsConfig | FP8DenseConfig) -> Numerics:
     """Fixes the backend for this machine once.
 
     Raises:
         ValueError: the backend was named and cannot run here.
     """
-    backend = config.backend
-    if backend == "auto":
-        backend = "reference" if hopper_problem() or config.recipe == "rowwise" else "hopper"
-    elif backend == "hopper" and (problem := hopper_problem()):
-        raise ValueError(f"{problem} Set backend = 'reference' (emulated, any device) or 'auto'.")
+    backend = resolve_backend(config.backend, config.recipe, config.grad_dtype)
+    wires = config.recipe == "tokenwise" and backend != "emulated"
     return Numerics(
-        fp8_all_gather=config.fsdp_fp8_all_gather != "off" and config.recipe == "tokenwise",
+        fp8_all_gather=config.fsdp_fp8_all_gather != "off" and wires,
         recipe=config.recipe,
         backend=backend,
         wgrad=config.wgrad,
         accumulate=config.accumulate,
+        grad_dtype=config.grad_dtype,
         cache=config.cache,
     )
 

@@ -1,7 +1,7 @@
-"""What a user can set in `[fp8]` of a recipe, and the part of it that travels with every weight.
+"""What a user can set in `[fp8]` of a recipe.
 
 `FP8Config` is the job-config section (its string docs become `--help`), `FP8GroupedExpertsConfig` also the config for
-`torchao.quantization.quantize_`. Modules and tensors only ever see `Numerics`: small, frozen, hashable.
+`torchao.quantization.quantize_`. Modules and tensors only ever see `Numerics` (numerics.py).
 """
 
 from dataclasses import dataclass, field, fields
@@ -9,14 +9,14 @@ from typing import Literal, get_args
 
 from torchao.core.config import AOBaseConfig
 
+from converters.delayed_config import DelayedConfig
 from converters.dense_config import FP8DenseConfig
+from converters.numerics import SQNR_FLOOR_DB as SQNR_FLOOR_DB
+from converters.numerics import Accumulate, Backend, GradDtype, Recipe, Wgrad, needs_emulation
+from converters.numerics import Numerics as Numerics
 from converters.telemetry_config import FP8TelemetryConfig
 from converters.token_config import TokenPathConfig
 
-Recipe = Literal["tokenwise", "rowwise"]
-Backend = Literal["auto", "reference", "hopper"]
-Wgrad = Literal["fp8", "fp8_columns", "bf16"]
-Accumulate = Literal["fast", "precise"]
 Toggle = Literal["auto", "on", "off"]
 Experts = Literal["grouped", "sequential"]
 BelowBreakEven = Literal["warn", "bf16"]
@@ -27,54 +27,11 @@ CHOICES = {
     "backend": Backend,
     "wgrad": Wgrad,
     "accumulate": Accumulate,
+    "grad_dtype": GradDtype,
     "fsdp_fp8_all_gather": Toggle,
     "ep_fp8_dispatch": Toggle,
     "below_break_even": BelowBreakEven,
 }
-
-# SQNR in dB that a recipe must reach against float64 on normal inputs (weights std 0.02), per output and gradient.
-# Two E4M3 operands of 31.5 dB each give 28.5 dB for one GEMM; two GEMMs and a SwiGLU in a row leave 23 to 24.
-SQNR_FLOOR_DB = {"tokenwise": 23.0, "rowwise": 23.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Numerics:
-    """How the GEMMs of one weight are computed. `backend` is resolved: never "auto".
-
-    temporary: the weight is a view, or gathered for one pass; what is quantized from it is not kept, even with `cache`.
-    fp8_all_gather: FSDP2 gathers the weight in FP8.
-    used_once: one forward and one backward are all that use it between two optimizer steps; what was quantized from it
-    is dropped on the way.
-    """
-
-    recipe: Recipe = "tokenwise"
-    backend: Literal["reference", "hopper"] = "reference"
-    wgrad: Wgrad = "fp8"
-    accumulate: Accumulate = "fast"
-    cache: bool = True
-    temporary: bool = False
-    fp8_all_gather: bool = False
-    used_once: bool = False
-
-    @property
-    def key(self) -> str:
-        """All of it as one string: custom ops take no dataclasses. `Numerics.parse` is the inverse."""
-        return "/".join(str(getattr(self, f.name)) for f in fields(self))
-
-    @staticmethod
-    def parse(key: str) -> "Numerics":
-        """The numerics whose `key` this is."""
-        values = ({"True": True, "False": False}.get(v, v) for v in key.split("/"))
-        return Numerics(**{f.name: value for f, value in zip(fields(Numerics), values, strict=True)})
-
-    @property
-    def wgrad_from_hp(self) -> bool:
-        """Whether the weight gradient starts from high precision, so that backward needs x itself."""
-        return self.wgrad != "fp8" or self.recipe == "rowwise"
-
-    def __str__(self) -> str:
-        extra = [f"wgrad={self.wgrad}"] * (self.wgrad != "fp8") + ["precise"] * (self.accumulate == "precise")
-        return f"{self.recipe}, {self.backend}" + "".join(f", {e}" for e in extra)
 
 
 def _check_choice(section: str, name: str, value: object, choices: object) -> None:
@@ -91,7 +48,9 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
     """
     Scale rule. tokenwise: one scale a token for activations and gradients, one scale an expert for weights, and the
     weight gradient re-scaled from the same FP8 bytes. rowwise: torchao's rule, every GEMM quantizes its own operands
-    from high precision, one scale a row of the contraction.
+    from high precision, one scale a row of the contraction. tensorwise, blockwise, delayed: for studying, emulated, no
+    gain in speed. tensorwise: one current scale an expert. blockwise: 1 x 128 and 128 x 128. delayed: scales from
+    earlier maxima ([fp8.delayed]).
     """
 
     fqns: list[str] = field(default_factory=list)
@@ -107,7 +66,11 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
     """
 
     backend: Backend = "auto"
-    """auto: hopper where it can run, else reference. reference: plain torch, any device. hopper: Triton on sm90."""
+    """
+    hopper: Triton kernels for tokenwise on sm90. reference: tokenwise and rowwise in plain torch, waits for the device.
+    emulated: every rule in plain torch, high-precision GEMMs of FP8 values, no gain in speed. auto: hopper where it can
+    run, reference for what it has on a CPU, emulated for the rest.
+    """
 
     skip_first_layers: int = 0
     """Leave the experts of the first N transformer layers in BF16."""
@@ -123,6 +86,12 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
 
     accumulate: Accumulate = "fast"
     """fast: tensor-core accumulation over the whole contraction. precise: promoted to float32 every 128 elements."""
+
+    grad_dtype: GradDtype = "auto"
+    """
+    Format of gradients in FP8. auto: the recipe's own, e5m2 for tensorwise and delayed and e4m3 for the others. e5m2
+    has 6 dB less and reaches 2**13 times further; with it tokenwise is emulated too.
+    """
 
     fsdp_fp8_all_gather: Toggle = "auto"
     """
@@ -167,10 +136,17 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
                 f"[{section}] fsdp_fp8_all_gather = 'on' needs recipe = 'tokenwise', whose weights have one scale an "
                 f"expert; got {self.recipe!r}. Set fsdp_fp8_all_gather = 'off'."
             )
-        if self.backend == "hopper" and self.recipe == "rowwise":
+        self._check_backend(section)
+
+    def _check_backend(self, section: str) -> None:
+        emulated = needs_emulation(self.recipe, self.grad_dtype)
+        has = {"reference": not emulated, "hopper": not emulated and self.recipe == "tokenwise"}
+        if not has.get(self.backend, True):
+            gradients = f" with grad_dtype = {self.grad_dtype!r}" if self.grad_dtype != "auto" else ""
+            remedy = "backend = 'auto'" if emulated else "backend = 'reference'"
             raise ValueError(
-                f"[{section}] recipe = 'rowwise' has no hopper backend: use recipe = 'tokenwise', or "
-                "backend = 'reference'."
+                f"[{section}] recipe = {self.recipe!r}{gradients} has no {self.backend} backend: use recipe = "
+                f"'tokenwise', or {remedy}, which computes it without a gain in speed."
             )
 
 
@@ -181,11 +157,17 @@ class FP8Config:
     grouped_experts: FP8GroupedExpertsConfig = field(default_factory=FP8GroupedExpertsConfig)
     """Read by the converter `fp8.grouped_experts`."""
 
+    delayed: DelayedConfig = field(default_factory=DelayedConfig)
+    """Read where recipe = "delayed"."""
+
     dense: FP8DenseConfig = field(default_factory=FP8DenseConfig)
     """Read by the converter `fp8.dense`."""
 
     token_path: TokenPathConfig = field(default_factory=TokenPathConfig)
     """Read by the converter `fp8.grouped_experts`."""
+
+    delayed: DelayedConfig = field(default_factory=DelayedConfig)
+    """Read where recipe = "delayed"."""
 
     telemetry: FP8TelemetryConfig = field(default_factory=FP8TelemetryConfig)
     """What a run measures of itself."""

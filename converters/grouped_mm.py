@@ -15,15 +15,15 @@ from torch import Tensor
 from converters.backends import get_backend
 from converters.backends.reference import FP8
 from converters.config import Numerics
+from converters.rules.gemm import ruled_mm
+from converters.rules.state import DelayedState
 from converters.scaling import compute_dtype, op_key, wgrad
 from converters.telemetry_mlp import gemm_backward, gemm_forward
 from converters.weight_cache import quantized
 
 
 @torch.library.custom_op("titan_moe_fp8::grouped_mm", mutates_args=())
-def _forward(
-    x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype, tag: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """-> y [M, N], and for backward x8 [M, K], sx [M]."""
     n = Numerics.parse(numerics)
     backend = get_backend(n.backend)
@@ -31,14 +31,12 @@ def _forward(
     x8, sx = backend.quantize_rows(x)
     groups = backend.groups(offs, x.shape[0])
     y = backend.gemm_rows(x8, sx, qw.q, qw.scale, groups, dtype, n.accumulate)
-    gemm_forward(tag, offs, x, (x8, sx), y, [(w.transpose(1, 2), None)], qw)
+    gemm_forward([(w.transpose(1, 2), None)], qw, offs, x, (x8, sx), y)
     return y, x8, sx
 
 
 @_forward.register_fake
-def _(
-    x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype, tag: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     M = x.shape[0]
     return (
         x.new_empty((M, w.shape[2]), dtype=dtype),
@@ -49,15 +47,7 @@ def _(
 
 @torch.library.custom_op("titan_moe_fp8::grouped_mm_backward", mutates_args=())
 def _backward(
-    g: Tensor,
-    x: Tensor | None,
-    x8: Tensor,
-    sx: Tensor,
-    w: Tensor,
-    offs: Tensor,
-    numerics: str,
-    x_dtype: torch.dtype,
-    tag: Tensor | None,
+    g: Tensor, x: Tensor | None, x8: Tensor, sx: Tensor, w: Tensor, offs: Tensor, numerics: str, x_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """-> dx [M, K], dw [E, N, K] (w's storage orientation)."""
     n = Numerics.parse(numerics)
@@ -67,45 +57,38 @@ def _backward(
     g8, sg = backend.quantize_rows(g)
     dx = backend.gemm_rows(g8, sg, qw.q_t, qw.scale_t, groups, x_dtype, n.accumulate)
     dw = wgrad((g8, sg, g), (x8, sx, x), groups, w.dtype, n)
-    gemm_backward(tag, offs, g, (g8, sg), sx, [(w.transpose(1, 2), None)], dx, [dw])
+    gemm_backward([(w.transpose(1, 2), None)], offs, g, (g8, sg), sx, dx, [dw])
     return dx, dw
 
 
 @_backward.register_fake
 def _(
-    g: Tensor,
-    x: Tensor | None,
-    x8: Tensor,
-    sx: Tensor,
-    w: Tensor,
-    offs: Tensor,
-    numerics: str,
-    x_dtype: torch.dtype,
-    tag: Tensor | None,
+    g: Tensor, x: Tensor | None, x8: Tensor, sx: Tensor, w: Tensor, offs: Tensor, numerics: str, x_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     return g.new_empty(x8.shape, dtype=x_dtype), w.new_empty((w.shape[0], w.shape[2], w.shape[1]))
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, w, offs, numerics, _, tag = inputs
+    x, w, offs, numerics, _ = inputs
     keep_x = x if Numerics.parse(numerics).wgrad_from_hp else None
-    ctx.save_for_backward(keep_x, *output[1:], w, offs, tag)
+    ctx.save_for_backward(keep_x, *output[1:], w, offs)
     ctx.numerics, ctx.x_dtype = numerics, x.dtype
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
     if g is None:
-        return (None,) * 6
-    *saved, tag = ctx.saved_tensors
-    dx, dw = _backward(g.contiguous(), *saved, ctx.numerics, ctx.x_dtype, tag)
-    return dx, dw.transpose(1, 2), None, None, None, None
+        return (None,) * 5
+    dx, dw = _backward(g.contiguous(), *ctx.saved_tensors, ctx.numerics, ctx.x_dtype)
+    return dx, dw.transpose(1, 2), None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def grouped_mm(x: Tensor, w: Tensor, offs: Tensor, numerics: Numerics, tag: Tensor | None = None) -> Tensor:
+def grouped_mm(
+    x: Tensor, w: Tensor, offs: Tensor, numerics: Numerics, state: DelayedState | None = None, first_expert: int = 0
+) -> Tensor:
     """`torch._grouped_mm(x, w, offs)` in FP8.
 
     Args:
@@ -113,17 +96,20 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor, numerics: Numerics, tag: Tens
         w: [E, K, N], a transposed view of a weight [E, N, K]; plain or wrapped.
         offs: int32 [E], ends of the groups. Any sizes, empty ones too.
         numerics: scale rule, backend, precision of the weight gradient.
-        tag: who is measured, for telemetry.py.
+        state: of this GEMM (`DelayedState(gemms=1, ...)`), for recipe "delayed"; first_expert: where w[0] is in it.
 
     Returns:
         [M, N] in x's dtype, or autocast's.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes that do not belong together, or "delayed" without a state.
     """
     if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or offs.shape != w.shape[:1]:
         raise ValueError(
             "grouped_mm takes x [M, K], w [E, K, N] and offs [E]; got "
             f"{tuple(x.shape)}, {tuple(w.shape)} and {tuple(offs.shape)}."
         )
-    return _forward(x.contiguous(), w, offs.to(torch.int32), op_key(numerics, w), compute_dtype(x), tag)[0]
+    x, offs, dtype = x.contiguous(), offs.to(torch.int32), compute_dtype(x)
+    if numerics.backend == "emulated":
+        return ruled_mm(x, w, offs, numerics, dtype, state, first_expert)
+    return _forward(x, w, offs, op_key(numerics, w), dtype)[0]

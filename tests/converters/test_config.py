@@ -88,7 +88,7 @@ def test_unknown_key_in_a_toml_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "said"),
-    [("recipe", "delayed", "tokenwise"), ("skip_first_layers", "-1", "0 or more"), ("skip_last_layers", "x", "int")],
+    [("recipe", "per_tensor", "tokenwise"), ("skip_first_layers", "-1", "0 or more"), ("skip_last_layers", "x", "int")],
 )
 def test_wrong_value_on_the_command_line_stops_with_the_rule(
     option: str, value: str, said: str, capsys: pytest.CaptureFixture

@@ -1,0 +1,73 @@
+"""Delayed scaling: the rule, and what happens to its state. TransformerEngine's semantics, each a test.
+
+    cast      multiplier of before; the maximum of what is cast is recorded in history[0]
+    update    scale from the largest of the history, or its last entry; a multiplier stays if that is 0 or not finite
+    roll      history[0] becomes the last entry, the others move down by one, the one that was second is dropped;
+              not if nothing was recorded (the module did not run, or its expert had no row)
+
+An operand of a GEMM is a slot, and each expert has slots of its own: a maximum never crosses from one to another. A
+multiplier is what a value is multiplied by before the cast: maximum of the format / amax * 2**-margin, 1 at first.
+"""
+
+import torch
+from torch import Tensor
+
+from converters.delayed_config import DelayedConfig
+from converters.rules.formats import E4M3, Format, cast
+from converters.rules.ragged import Ragged
+from converters.rules.rule import Operand
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+def multiplier_for(amax: Tensor, fmt_max: float, margin: int) -> Tensor:
+    """What brings amax to the format's maximum, less the margin; finite however small amax is."""
+    return (fmt_max * 2.0**-margin / amax).clamp(max=FLOAT_MAX)
+
+
+def update(history: Tensor, multiplier: Tensor, fmt_max: float, config: DelayedConfig) -> None:
+    """history [L, S, E], multiplier [S, E], float32: in place, one update and roll of every slot."""
+    recorded = history[0].clone()
+    window = torch.roll(history, -1, 0)
+    # The kernel's maximum passes over nan (fmaxf), but not over inf: a slot that saw one keeps its multiplier for as
+    # long as that is remembered.
+    amax = window.nan_to_num(0.0, torch.inf).amax(0) if config.amax_compute_algo == "max" else recorded
+    usable = torch.isfinite(amax) & (amax > 0) & (recorded != 0)
+    multiplier.copy_(torch.where(usable, multiplier_for(amax, fmt_max, config.margin), multiplier))
+    window[0] = 0
+    history.copy_(torch.where(recorded != 0, window, history))
+
+
+class Delayed:
+    """One GEMM's or MLP's operands of one pass, each cast with a multiplier that was settled before.
+
+    given: float32 [S, 2, E], multiplier and scale of each slot; a multiplier of 0 stands for "take the maximum now".
+    Afterwards `used` [S, 2, E] has what was used and `amax` [S, E] the maxima of what was cast.
+    """
+
+    def __init__(self, given: Tensor, margin: int) -> None:
+        self.used, self.margin = given.clone(), margin
+        self.amax = torch.zeros_like(given[:, 0])
+
+    def rows(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
+        """See `Rule`."""
+        multiplier, scale = self._settle(slot, rows.amax(x), fmt)
+        return Operand(cast(x, rows.by_row(multiplier)[:, None], fmt), outer=scale)
+
+    def columns(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
+        """See `Rule`: the same bytes."""
+        return self.rows(x, fmt, rows, slot)
+
+    def weight(self, w: Tensor, contracted: int, slot: int) -> Operand:
+        """See `Rule`: the same bytes whatever is contracted."""
+        multiplier, scale = self._settle(slot, w.abs().amax((1, 2)).float(), E4M3)
+        return Operand(cast(w, multiplier.view(-1, 1, 1), E4M3), outer=scale)
+
+    def _settle(self, slot: int, amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+        multiplier, scale = self.used[slot]
+        unknown, usable = multiplier == 0, torch.isfinite(amax) & (amax > 0)
+        now = torch.where(usable, multiplier_for(amax, fmt.max, self.margin), 1.0)
+        self.used[slot, 0] = multiplier = torch.where(unknown, now, multiplier)
+        self.used[slot, 1] = scale = torch.where(unknown, multiplier.reciprocal(), scale)
+        self.amax[slot] = amax
+        return multiplier, scale

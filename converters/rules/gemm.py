@@ -1,0 +1,128 @@
+"""grouped_mm by any rule: y = x @ w[e]^T forward and backward, as one differentiable op.
+
+Nothing quantized is saved: backward quantizes x and w again, and gets the same bytes, since their scales depend on the
+same values, or are saved (delayed). Delayed's state is not this op's business: it takes what to cast with and returns
+maxima (state.py).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.numerics import Numerics
+from converters.rules.formats import E4M3, FORMATS, Format
+from converters.rules.passes import (
+    backward_rule,
+    fake_outcome,
+    forward_rule,
+    gradient_amax,
+    outcome,
+    remember_forward,
+    remember_gradient,
+    state_of,
+)
+from converters.rules.products import contracted, contracted_hp, rows_times_weights
+from converters.rules.ragged import Ragged, ragged
+from converters.rules.rule import Rule, columns_pow2
+from converters.rules.state import DelayedState
+
+
+def product(rule: Rule, x: Tensor, w: Tensor, rows: Ragged, dtype: torch.dtype, slot: int) -> Tensor:
+    """x [M, K] @ w[e]^T, w [E, N, K] -> [M, N]. slot: of x; w's is the next."""
+    return rows_times_weights(rule.rows(x, E4M3, rows, slot), rule.weight(w, 2, slot + 1), rows, dtype, False)
+
+
+def input_gradient(
+    rule: Rule, g: Tensor, w: Tensor, rows: Ragged, dtype: torch.dtype, fmt: Format, slots: tuple[int, int]
+) -> Tensor:
+    """g [M, N] @ w[e], w [E, N, K] -> dx [M, K]. slots: of g and w."""
+    return rows_times_weights(rule.rows(g, fmt, rows, slots[0]), rule.weight(w, 1, slots[1]), rows, dtype, True)
+
+
+def weight_gradient(
+    rule: Rule, g: Tensor, x: Tensor, rows: Ragged, dtype: torch.dtype, n: Numerics, slots: tuple[int, int]
+) -> Tensor:
+    """g_e^T @ x_e -> dw [E, N, K]. slots: of g and x."""
+    fmt = FORMATS[n.gradients]
+    if n.wgrad == "bf16":
+        return contracted_hp(g, x, rows, dtype)
+    if n.wgrad == "fp8_columns":
+        return contracted(columns_pow2(g, fmt, rows), columns_pow2(x, E4M3, rows), rows, dtype)
+    return contracted(rule.columns(g, fmt, rows, slots[0]), rule.columns(x, E4M3, rows, slots[1]), rows, dtype)
+
+
+@torch.library.custom_op("titan_moe_fp8::ruled_mm", mutates_args=())
+def _forward(
+    x: Tensor, w: Tensor, offs: Tensor, state: list[Tensor], key: str, call: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> y [M, N]; used [2, 2, E] and amax [2, E] for the state. w [E, K, N], a transposed view."""
+    n, rows = Numerics.parse(key), ragged(offs, x.shape[0])
+    rule = forward_rule(n, state, rows.experts, call)
+    return product(rule, x, w.transpose(1, 2), rows, dtype, 0), *outcome(rule, x)
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, w: Tensor, offs: Tensor, state: list[Tensor], key: str, call: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty((x.shape[0], w.shape[2]), dtype=dtype), *fake_outcome(x, 2, w.shape[0], state)
+
+
+@torch.library.custom_op("titan_moe_fp8::ruled_mm_backward", mutates_args=())
+def _backward(
+    g: Tensor, x: Tensor, w: Tensor, offs: Tensor, used: Tensor, state: list[Tensor], key: str, call: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dx [M, K], dw [E, N, K] (w's storage orientation), amax [1, E] of g."""
+    n, rows = Numerics.parse(key), ragged(offs, x.shape[0])
+    rule = backward_rule(n, state, used, rows.experts, call)
+    dx = input_gradient(rule, g, w.transpose(1, 2), rows, x.dtype, FORMATS[n.gradients], (2, 1))
+    dw = weight_gradient(rule, g, x, rows, w.dtype, n, (2, 0))
+    return dx, dw, gradient_amax(rule, g, 1)
+
+
+@_backward.register_fake
+def _(
+    g: Tensor, x: Tensor, w: Tensor, offs: Tensor, used: Tensor, state: list[Tensor], key: str, call: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dw = w.new_empty((w.shape[0], w.shape[2], w.shape[1]))
+    return torch.empty_like(x), dw, fake_outcome(x, 1, w.shape[0], state)[1]
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, w, offs, state, ctx.key, ctx.call, _ = inputs
+    ctx.save_for_backward(x, w, offs, output[1])
+    ctx.state = state  # not saved: backward wants it as it is then, after other micro-batches have written to it
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple:
+    if g is None:
+        return (None,) * 7
+    dx, dw, amax = _backward(g.contiguous(), *ctx.saved_tensors, ctx.state, ctx.key, ctx.call)
+    remember_gradient(ctx.state, amax, ctx.key, ctx.call)
+    return dx, dw.transpose(1, 2), None, [None] * len(ctx.state), None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def ruled_mm(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    state: DelayedState | None = None,
+    first: int = 0,
+) -> Tensor:
+    """`grouped_mm` (grouped_mm.py) by the rule of `numerics`. state: of this weight, where the rule is delayed; first:
+    the number of the first local expert in it.
+
+    Raises:
+        ValueError: the rule is delayed and there is no state.
+    """
+    tensors, call = state_of(numerics, state, first)
+    y, used, amax = _forward(x, w, offs, tensors, numerics.key, call, dtype)
+    remember_forward(tensors, used, amax, call)
+    return y
