@@ -25,6 +25,7 @@ from converters.config import Numerics
 from converters.gathered_weight import FP8GatheredWeight
 from converters.scaling import Rows, compute_dtype, op_key, wgrad
 from converters.telemetry_mlp import MLPBackward, mlp_backward, mlp_forward
+from converters.telemetry_rows import PlainRows
 from converters.weight_cache import quantized
 
 Dtypes = tuple[torch.dtype, torch.dtype]
@@ -106,7 +107,6 @@ def _forward(
     offs: Tensor,
     numerics: str,
     dtype: torch.dtype,
-    tag: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> out [M, D], and for backward x8 [M, D], sx [M], y13 [M, 2H], h8 [M, H], sh [M]."""
     n = Numerics.parse(numerics)
@@ -115,9 +115,7 @@ def _forward(
     groups = backend.groups(offs, x.shape[0])
     weights = quantized_weights(w1, w2, w3, (s13, s2), n, backward=False)
     out, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
-    if tag is not None:
-        w13, w2 = [(w1, s13), (w3, s13)], [(w2, s2)]
-        mlp_forward(tag, offs, x, (x8, sx), y13, (h8, sh), out, w13, w2, weights)
+    mlp_forward([(w1, s13), (w3, s13)], [(w2, s2)], weights, offs, PlainRows(x), (x8, sx), y13, (h8, sh), out)
     return out, x8, sx, y13, h8, sh
 
 
@@ -132,7 +130,6 @@ def _(
     offs: Tensor,
     numerics: str,
     dtype: torch.dtype,
-    tag: Tensor | None,
 ) -> tuple[Tensor, ...]:
     M, D, H = x.shape[0], x.shape[1], w1.shape[1]
     rows = [x.new_empty(M, dtype=torch.float32) for _ in range(2)]
@@ -158,7 +155,6 @@ def _backward(
     numerics: str,
     x_dtype: torch.dtype,
     w_dtype: torch.dtype,
-    tag: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dx [M, D], dw13 [2, E, H, D], dw2 [E, D, H]. x is given where the weight gradient needs it."""
     n = Numerics.parse(numerics)
@@ -166,7 +162,7 @@ def _backward(
     groups = backend.groups(offs, g.shape[0])
     weights = quantized_weights(w1, w2, w3, (s13, s2), n, backward=True)
     rows = (*backend.quantize_rows(g), g)
-    watch = mlp_backward(tag, offs, g, y13, [(w1, s13), (w3, s13)], [(w2, s2)])
+    watch = mlp_backward([(w1, s13), (w3, s13)], [(w2, s2)], offs, PlainRows(g), y13)
     return backward_rows(rows, (x8, sx, x), (h8, sh), y13, weights, groups, (x_dtype, w_dtype), n, watch)
 
 
@@ -188,7 +184,6 @@ def _(
     numerics: str,
     x_dtype: torch.dtype,
     w_dtype: torch.dtype,
-    tag: Tensor | None,
 ) -> tuple[Tensor, ...]:
     E, H, D = w1.shape
     dw13, dw2 = g.new_empty((2, E, H, D), dtype=w_dtype), g.new_empty((E, D, H), dtype=w_dtype)
@@ -196,28 +191,25 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, w1, *weights, offs, numerics, _, tag = inputs  # w2, w3, s13, s2
+    x, w1, *weights, offs, numerics, _ = inputs  # w2, w3, s13, s2
     keep_x = x if Numerics.parse(numerics).wgrad_from_hp else None
-    ctx.save_for_backward(keep_x, *output[1:], w1, *weights, offs, tag)
+    ctx.save_for_backward(keep_x, *output[1:], w1, *weights, offs)
     ctx.numerics, ctx.dtypes = numerics, (x.dtype, w1.dtype)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
     if g is None:
-        return (None,) * 10
-    *saved, tag = ctx.saved_tensors
-    dx, dw13, dw2 = _backward(g.contiguous(), *saved, ctx.numerics, *ctx.dtypes, tag)
+        return (None,) * 9
+    dx, dw13, dw2 = _backward(g.contiguous(), *ctx.saved_tensors, ctx.numerics, *ctx.dtypes)
     dw1, dw3 = dw13.unbind(0)
-    return dx, dw1, dw2, dw3, None, None, None, None, None, None
+    return dx, dw1, dw2, dw3, None, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def expert_mlp(
-    x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, numerics: Numerics, tag: Tensor | None = None
-) -> Tensor:
+def expert_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, numerics: Numerics) -> Tensor:
     """(silu(x @ w1[e]^T) * (x @ w3[e]^T)) @ w2[e]^T for the rows of each expert e, in FP8.
 
     Args:
@@ -225,7 +217,6 @@ def expert_mlp(
         w1, w3: [E, H, D]; w2: [E, D, H]; plain or wrapped, float32 or bfloat16.
         offs: int32 [E], ends of the groups. Any sizes, empty ones too; no alignment.
         numerics: scale rule, backend, precision of the weight gradient.
-        tag: who is measured, for telemetry.py.
 
     Returns:
         [M, D] in x's dtype, or autocast's. Weight gradients have the weights' dtype.
@@ -241,4 +232,4 @@ def expert_mlp(
             + "."
         )
     scales, key = gathered_scales(w1, w2, w3), op_key(numerics, w1, w2, w3)
-    return _forward(x.contiguous(), w1, w2, w3, *scales, offs.to(torch.int32), key, compute_dtype(x), tag)[0]
+    return _forward(x.contiguous(), w1, w2, w3, *scales, offs.to(torch.int32), key, compute_dtype(x))[0]

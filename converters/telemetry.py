@@ -1,68 +1,66 @@
-"""Who measures a converted module while it trains?  A tap, found by a number that the module's op is handed.
+"""Who measures a converted weight while it trains?  A tap, found by the storage of the weight.
 
-The op's body runs at run time also under torch.compile, so a tap sees the tensors themselves in every layout. Which
-module the op belongs to comes as a 0-dim int64 tensor on the CPU: an input of the graph, so layers still share one, and
-reading it waits for no device. Without telemetry there is no such tensor and nothing below runs.
+The bodies of our ops run at run time also under torch.compile, so what a tap sees are the tensors themselves, in every
+layout. They are plain tensors, of which the weight tells whose GEMM it is: by its storage, which its views share, and
+which FSDP2 fills again at each gather. So graphs are the same with telemetry and without, and no op has an argument for
+it. Without telemetry nothing has claimed a storage, and an op's body asks one empty dict.
 
-A tap that is open measures the first forward and the first backward it sees: with gradient accumulation the first
-micro-batch, and no recomputation. What it finds stays on the device until somebody reads it.
+A tap that is open measures the first forward and the first backward of a weight, or of a view of it (one expert's):
+with gradient accumulation the first micro-batch, and no recomputation. What it finds stays on the device until somebody
+reads it.
 
-Beside weight_cache.py the second and last state at module level, for the same reason: a custom op is handed tensors.
-It holds no tap alive.
+Beside weight_cache.py the second and last state at module level, for the same reason. It holds nothing alive.
 """
 
-import itertools
 import weakref
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from converters.telemetry_stats import join
 
-_taps: "weakref.WeakValueDictionary[int, Tap]" = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+_claims: "dict[int, tuple[StorageWeakRef, weakref.ref[Tap]]]" = {}
 
 
 class Tap:
-    """What one converted module measures in one step. `records`: see telemetry_stats.py."""
+    """What the products with one weight measure in one step.
+
+    label: what they are to be shown under; set by what measures, at first the weight's own name. records: see
+    telemetry_stats.py.
+    """
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name = self.label = name
         self.records: dict[str, Tensor] = {}
-        self._kept: dict[str, tuple[Tensor, Tensor | None]] = {}
-        self._ahead: set[object] = set()
-        self._number = next(_numbers)
-        _taps[self._number] = self
-
-    @property
-    def tag(self) -> Tensor:
-        """The number, as the module hands it to its op."""
-        return torch.tensor(self._number, device="cpu")
+        self._kept: dict[object, tuple[Tensor, Tensor | None]] = {}
+        self._done: set[object] = set()
+        self._open = False
 
     def open(self) -> None:
-        """The next forward and backward are measured; what was measured before is dropped."""
-        self.records, self._kept, self._ahead = {}, {}, {"forward", "backward"}
+        """The next passes are measured; what was measured before is dropped."""
+        self.records, self._kept, self._done, self._open = {}, {}, set(), True
 
     def close(self) -> None:
         """Nothing more is measured."""
-        self._kept, self._ahead = {}, set()
+        self._kept, self._done, self._open = {}, set(), False
 
-    def begins(self, what: str) -> bool:
-        """Whether pass `what` is to be measured; true once after `open`."""
-        if what not in self._ahead:
+    def begins(self, what: object) -> bool:
+        """Whether `what` is to be measured now: the first time after `open`."""
+        if not self._open or what in self._done:
             return False
-        self._ahead.remove(what)
+        self._done.add(what)
         return True
 
     def add(self, key: str, record: Tensor) -> None:
         """Records operand or GEMM `key`, together with what is there already."""
         self.records[key] = join(self.records[key], record) if key in self.records else record
 
-    def keep(self, key: str, value: Tensor, mark: Tensor | None = None) -> None:
+    def keep(self, key: object, value: Tensor, mark: Tensor | None = None) -> None:
         """Keeps `value` for `recall`. mark: something that tells one micro-batch from another."""
         self._kept[key] = (value, mark)
 
-    def recall(self, key: str, mark: Tensor | None = None) -> Tensor | None:
+    def recall(self, key: object, mark: Tensor | None = None) -> Tensor | None:
         """What was kept, once; None if there is nothing, or of other rows. All nan if another mark was kept with it."""
         value, before = self._kept.pop(key, (None, None))
         if value is None or mark is None or before is None:
@@ -70,9 +68,28 @@ class Tap:
         return torch.where((mark == before).all(), value, torch.nan) if mark.shape == before.shape else None
 
 
-def open_tap(tag: Tensor | None, what: str) -> Tap | None:
-    """The tap with this number if it is to measure pass `what`, "forward" or "backward", now."""
-    if tag is None or torch.compiler.is_compiling():
+def claim(data: Tensor, tap: Tap) -> None:
+    """Products with the plain tensor `data`, or a view of it, are this tap's from now on."""
+    storage = data.untyped_storage()
+    _claims[storage._cdata] = (StorageWeakRef(storage), weakref.ref(tap))
+
+
+def release() -> None:
+    """Forgets the storages and taps that are gone."""
+    for key, (storage, tap) in list(_claims.items()):
+        if storage.expired() or tap() is None:
+            del _claims[key]
+
+
+def tap_of(weight: Tensor) -> Tap | None:
+    """The tap of a plain weight. A storage's address is its own as long as a claim refers to it."""
+    if not _claims or torch.compiler.is_compiling():
         return None
-    tap = _taps.get(int(tag))
-    return tap if tap is not None and tap.begins(what) else None
+    claimed = _claims.get(weight.untyped_storage()._cdata)
+    return None if claimed is None else claimed[1]()
+
+
+def open_tap(weight: Tensor, what: str) -> Tap | None:
+    """The tap of this weight if pass `what` of it, as it is or as this view, is to be measured now."""
+    tap = tap_of(weight)
+    return tap if tap is not None and tap.begins((what, weight.storage_offset(), weight.shape)) else None

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from converters.backends.reference import QuantizedWeight, dswiglu, swiglu
-from converters.telemetry import Tap, open_tap
+from converters.telemetry import Tap, open_tap, tap_of
+from converters.telemetry_rows import PlainRows, Rows, amax_of_rows
 from converters.telemetry_stats import (
     GEMM_ROWS,
     ROWS,
     Sample,
-    amax_rows,
     columns,
     expand_scale,
     gemm,
+    largest,
     operand,
     sample_rows,
     stride,
@@ -33,9 +34,7 @@ from converters.telemetry_stats import (
 
 Quantized = tuple[Tensor, Tensor]  # q [M, K], scale
 Parts = list[tuple[Tensor, Tensor | None]]  # of a weight, along N: [E, N_i, K], with a scale [E] where it is FP8
-
-MLP_KEYS = {"operands": ("x", "h", "g", "dy13", "w13", "w2"), "gemms": ("y13", "out", "dh", "dx", "dw13", "dw2")}
-GEMM_KEYS = {"operands": ("x", "g", "w"), "gemms": ("y", "dx", "dw")}
+Weights = tuple[Callable[[], QuantizedWeight], Callable[[], QuantizedWeight]]
 
 
 def _at(quantized: Quantized, sample: Sample) -> Quantized:
@@ -47,10 +46,10 @@ def _at(quantized: Quantized, sample: Sample) -> Quantized:
     return q, expand_scale(scale, q.shape)
 
 
-def see_rows(tap: Tap, key: str, x: Tensor, quantized: Quantized, offs: Tensor) -> None:
-    """Measures an operand whose rows x [M, K] exist in high precision."""
-    sample = sample_rows(offs, x.shape[0])
-    tap.add(key, operand(x[sample.rows], *_at(quantized, sample), sample.valid, amax_rows(x, offs)))
+def see_rows(tap: Tap, key: str, x: Rows, quantized: Quantized, offs: Tensor) -> None:
+    """Measures an operand whose rows x exist in high precision; offs: ends of the groups."""
+    sample = sample_rows(offs, quantized[0].shape[0])
+    tap.add(key, operand(x.take(sample.rows), *_at(quantized, sample), sample.valid, x.amax(offs)))
 
 
 def see_weight(tap: Tap, key: str, parts: Parts, weight: QuantizedWeight) -> None:
@@ -61,8 +60,16 @@ def see_weight(tap: Tap, key: str, parts: Parts, weight: QuantizedWeight) -> Non
         some = slice(at, at + N, step)
         rows = [t.reshape(-1, K) for t in (w[:, ::step], weight.q[:, some], scale[:, some])]
         valid = torch.ones(len(rows[0]), dtype=torch.bool, device=w.device)
-        tap.add(key, operand(*rows, valid, amax_rows(w.reshape(-1, K))))
+        amax = amax_of_rows(w.reshape(-1, K))
+        tap.add(key, operand(*rows, valid, largest(amax, torch.ones_like(amax, dtype=torch.bool))))
         at += N
+
+
+def sent_rows(weight: Tensor, key: str, x: Rows, quantized: Quantized) -> None:
+    """Measures rows that leave for their experts in FP8: x, or g (the gradient). weight: of this rank's experts."""
+    if (tap := open_tap(weight, f"sent {key}")) is not None:
+        rows = torch.tensor([quantized[0].shape[0]], device=quantized[0].device)
+        see_rows(tap, key, x, quantized, rows)
 
 
 def _values(w: Tensor, scale: Tensor | None) -> Tensor:
@@ -80,28 +87,28 @@ def _columns_of(parts: Parts) -> Tensor:
 
 
 def mlp_forward(
-    tag: Tensor | None,
+    w13: Parts,
+    w2: Parts,
+    weights: Weights,
     offs: Tensor,
-    x: Tensor | None,
+    x: Rows | None,
     x8: Quantized,
     y13: Tensor,
     h8: Quantized,
     out: Tensor,
-    w13: Parts,
-    w2: Parts,
-    weights: tuple[Callable[[], QuantizedWeight], Callable[[], QuantizedWeight]],
 ) -> None:
     """To be called at the end of the forward. x None: the rows are here in FP8 only."""
-    if (tap := open_tap(tag, "forward")) is None:
+    if (tap := open_tap(w13[0][0], "forward")) is None:
         return
+    tap.label = tap.name.removesuffix(".w1")
     sample = sample_rows(offs, y13.shape[0])
     thin = sample.thinned(GEMM_ROWS)
     tap.add("h", operand(swiglu(y13[sample.rows]), *_at(h8, sample), sample.valid))
     tap.add("out", gemm(swiglu(y13[thin.rows]), _rows_of(w2), columns(out[thin.rows]), thin))
     if x is not None:
         see_rows(tap, "x", x, x8, offs)
-        tap.add("y13", gemm(x[thin.rows], _rows_of(w13), columns(y13[thin.rows], 2), thin))
-        tap.keep("x", columns(x), x8[1])
+        tap.add("y13", gemm(x.take(thin.rows), _rows_of(w13), columns(y13[thin.rows], 2), thin))
+        tap.keep("x", x.some_columns(1), x8[1])
     for key, parts, weight in (("w13", w13, weights[0]), ("w2", w2, weights[1])):
         if parts[0][1] is None:
             see_weight(tap, key, parts, weight())
@@ -115,7 +122,7 @@ class MLPBackward:
     offs: Tensor
     w13: Parts
     w2: Parts
-    g: Tensor | None
+    g: Rows | None
     y13: Tensor
 
     def see_dy13(self, dh: Tensor, dy8: Quantized) -> None:
@@ -124,7 +131,7 @@ class MLPBackward:
         thin = sample.thinned(GEMM_ROWS)
         self.tap.add("dy13", operand(dswiglu(dh[sample.rows], self.y13[sample.rows]), *_at(dy8, sample), sample.valid))
         if self.g is not None:
-            self.tap.add("dh", gemm(self.g[thin.rows], _columns_of(self.w2), columns(dh[thin.rows]), thin))
+            self.tap.add("dh", gemm(self.g.take(thin.rows), _columns_of(self.w2), columns(dh[thin.rows]), thin))
         self.tap.keep("dy13", dswiglu(dh[thin.rows], self.y13[thin.rows]))
         self.tap.keep("dy13 columns", dswiglu(columns(dh), columns(self.y13, 2)))
 
@@ -137,45 +144,43 @@ class MLPBackward:
             tap.add("dw13", wgrad(dy13, x, list(dw13.unbind(0)), self.offs))
         if self.g is not None:
             see_rows(tap, "g", self.g, g8, self.offs)
-            tap.add("dw2", wgrad(columns(self.g), swiglu(columns(self.y13, 2)), [dw2], self.offs))
+            tap.add("dw2", wgrad(self.g.some_columns(1), swiglu(columns(self.y13, 2)), [dw2], self.offs))
 
 
-def mlp_backward(
-    tag: Tensor | None, offs: Tensor, g: Tensor | None, y13: Tensor, w13: Parts, w2: Parts
-) -> MLPBackward | None:
+def mlp_backward(w13: Parts, w2: Parts, offs: Tensor, g: Rows | None, y13: Tensor) -> MLPBackward | None:
     """What watches this backward, if it is to be watched."""
-    tap = open_tap(tag, "backward")
+    tap = open_tap(w13[0][0], "backward")
     return None if tap is None else MLPBackward(tap=tap, offs=offs, w13=w13, w2=w2, g=g, y13=y13)
 
 
-def gemm_forward(
-    tag: Tensor | None, offs: Tensor, x: Tensor, x8: Quantized, y: Tensor, w: Parts, weight: QuantizedWeight
-) -> None:
-    """To be called at the end of y [M, N] = x [M, K] @ W^T; w: parts [E, N_i, K]."""
-    if (tap := open_tap(tag, "forward")) is None:
+def gemm_forward(w: Parts, weight: QuantizedWeight, offs: Tensor, x: Tensor, x8: Quantized, y: Tensor) -> None:
+    """To be called at the end of y [M, N] = x [M, K] @ W^T."""
+    if (tap := open_tap(w[0][0], "forward")) is None:
         return
+    tap.label = "+".join([tap.name, *(_last(part) for part, _ in w[1:])])
     thin = sample_rows(offs, x.shape[0]).thinned(GEMM_ROWS)
-    see_rows(tap, "x", x, x8, offs)
-    see_weight(tap, "w", w, weight)
+    see_rows(tap, "x", PlainRows(x), x8, offs)
+    if w[0][1] is None:
+        see_weight(tap, "w", w, weight)
     tap.add("y", gemm(x[thin.rows], _rows_of(w), columns(y[thin.rows], len(w)), thin))
-    tap.keep("x", columns(x), x8[1])
+    tap.keep(_place(w), columns(x), x8[1])
 
 
-def gemm_backward(
-    tag: Tensor | None,
-    offs: Tensor,
-    g: Tensor,
-    g8: Quantized,
-    sx: Tensor,
-    w: Parts,
-    dx: Tensor,
-    dw: list[Tensor],
-) -> None:
+def gemm_backward(w: Parts, offs: Tensor, g: Tensor, g8: Quantized, sx: Tensor, dx: Tensor, dw: list[Tensor]) -> None:
     """To be called at the end of the backward: g [M, N], dx [M, K], dw: parts [E, N_i, K]; sx: the scale of x."""
-    if (tap := open_tap(tag, "backward")) is None:
+    if (tap := open_tap(w[0][0], "backward")) is None:
         return
     thin = sample_rows(offs, g.shape[0]).thinned(GEMM_ROWS)
-    see_rows(tap, "g", g, g8, offs)
+    see_rows(tap, "g", PlainRows(g), g8, offs)
     tap.add("dx", gemm(g[thin.rows], _columns_of(w), columns(dx[thin.rows]), thin))
-    if (x := tap.recall("x", sx)) is not None:
+    if (x := tap.recall(_place(w), sx)) is not None:
         tap.add("dw", wgrad(columns(g, len(dw)), x, dw, offs))
+
+
+def _last(weight: Tensor) -> str:
+    tap = tap_of(weight)
+    return "?" if tap is None else tap.name.rpartition(".")[2]
+
+
+def _place(w: Parts) -> tuple[object, ...]:
+    return w[0][0].storage_offset(), w[0][0].shape

@@ -85,26 +85,21 @@ def operand(x: Tensor, q: Tensor, scale: Tensor, valid: Tensor, amax: Tensor | N
         finite.sum(),
         (valid & ~x.isfinite()).sum(),
     ]
-    maxima = [_largest(x.abs(), valid) if amax is None else amax]
+    maxima = [largest(x.abs(), valid) if amax is None else amax]
     used = nonzero.any(1, keepdim=True)  # a row of zeros has the smallest scale there is, and no use for it
-    maxima += [_largest(s, used, -torch.inf) for s in (scale, -scale)]
+    maxima += [largest(s, used, -torch.inf) for s in (scale, -scale)]
     return torch.stack([*maxima, *counts, _square(clean), _square(noise)])
 
 
-def _largest(x: Tensor, where: Tensor, least: float = 0.0) -> Tensor:
+def largest(x: Tensor, where: Tensor, least: float = 0.0) -> Tensor:
     """The largest element of x where `where`, `least` if there is none; inf if it is nan (a maximum would lose it)."""
     x = torch.where(where, torch.where(x.isnan(), torch.inf, x), least)
     return x.amax().double() if x.numel() else x.new_full((), least, dtype=torch.float64)
 
 
-def amax_rows(x: Tensor, offs: Tensor | None = None) -> Tensor:
-    """The largest |x| of x [M, K], or of its rows that belong to somebody; inf where one is inf or nan.
-
-    Without a temporary as large as x.
-    """
-    rows = torch.linalg.vector_norm(x, torch.inf, dim=1).float() if x.numel() else x.new_zeros(0)
-    places = torch.arange(len(rows), device=x.device)
-    return _largest(rows, places < (len(rows) if offs is None else offs[-1]))
+def owned(M: int, offs: Tensor) -> Tensor:
+    """bool [M]: the rows that belong to somebody."""
+    return torch.arange(M, device=offs.device) < offs[-1]
 
 
 def stride(size: int) -> int:

@@ -1,0 +1,82 @@
+"""The rows of an operand in high precision, though some of them exist only in the kernel that quantizes them."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from converters.telemetry_stats import columns, largest, owned
+
+
+class Rows(Protocol):
+    """M rows of K values."""
+
+    def take(self, rows: Tensor) -> Tensor:
+        """rows int64 [S] -> [S, K]."""
+        ...
+
+    def some_columns(self, parts: int) -> Tensor:
+        """`columns` of all rows."""
+        ...
+
+    def amax(self, offs: Tensor) -> Tensor:
+        """The largest |value| of the rows that belong to somebody; inf where one is inf or nan."""
+        ...
+
+
+def amax_of_rows(x: Tensor) -> Tensor:
+    """x [M, K] -> float32 [M], without a temporary as large as x."""
+    return torch.linalg.vector_norm(x, torch.inf, dim=1).float() if x.numel() else x.new_zeros(len(x)).float()
+
+
+@dataclass(frozen=True)
+class PlainRows:
+    """x [M, K] as it is."""
+
+    x: Tensor
+
+    def take(self, rows: Tensor) -> Tensor:
+        """See `Rows`."""
+        return self.x[rows]
+
+    def some_columns(self, parts: int) -> Tensor:
+        """See `Rows`."""
+        return columns(self.x, parts)
+
+    def amax(self, offs: Tensor) -> Tensor:
+        """See `Rows`."""
+        return largest(amax_of_rows(self.x), owned(len(self.x), offs))
+
+
+@dataclass(frozen=True)
+class RoutedRows:
+    """Rows of tokens: x[token[m]] * factor[m], with x [T, K], token int64 [M], factor [M] or None."""
+
+    x: Tensor
+    token: Tensor
+    factor: Tensor | None
+
+    def take(self, rows: Tensor) -> Tensor:
+        """See `Rows`."""
+        taken = self.x[self.token[rows]]
+        return taken if self.factor is None else taken.float() * self.factor[rows][:, None]
+
+    def some_columns(self, parts: int) -> Tensor:
+        """See `Rows`."""
+        taken = columns(self.x, parts)[self.token]
+        return taken if self.factor is None else taken.float() * self.factor[:, None]
+
+    def amax(self, offs: Tensor) -> Tensor:
+        """See `Rows`."""
+        rows = amax_of_rows(self.x)[self.token]
+        rows = rows if self.factor is None else rows * self.factor.abs()
+        return largest(rows, owned(len(rows), offs))
+
+
+def routed_rows(x: Tensor, slots: Tensor, M: int, factor: Tensor | None) -> RoutedRows:
+    """x [T, K]; slots int32 [T, k]: the rows of a token, -1 for one that is not here; factor [M]."""
+    at = slots.flatten().long()
+    token = torch.zeros(M + 1, dtype=torch.int64, device=x.device)
+    token[torch.where(at < 0, M, at)] = torch.arange(len(at), device=x.device) // slots.shape[1]
+    return RoutedRows(x, token[:M], factor)
