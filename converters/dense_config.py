@@ -55,6 +55,11 @@ class FP8DenseConfig:
     cache: bool = True
     """Quantize a weight once per optimizer step and reuse it in every micro-batch, in backward and in recomputation."""
 
+    @property
+    def grad_dtype(self) -> str:
+        """Of gradients in FP8: the recipe's own."""
+        return "auto"
+
     def __post_init__(self) -> None:
         for f in fields(self):
             value, choices = getattr(self, f.name), get_args(f.type)

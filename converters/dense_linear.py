@@ -16,8 +16,8 @@ from torch import Tensor
 
 from converters.backends import get_backend
 from converters.backends.reference import FP8, QuantizedWeight
-from converters.config import Numerics
 from converters.gathered_weight import FP8GatheredWeight
+from converters.numerics import Numerics
 from converters.scaling import compute_dtype, op_key, wgrad
 from converters.weight_cache import quantized
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from converters.backends import get_backend
 from converters.backends.reference import FP8
-from converters.config import Numerics
 from converters.dense_linear import dense_weight, gathered_scale, one_group
 from converters.expert_mlp import Weights, backward_rows, forward_rows
+from converters.numerics import Numerics
 from converters.scaling import compute_dtype, op_key
 
 

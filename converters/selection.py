@@ -81,6 +81,7 @@ def _named(fqn: str, module: nn.Module, pattern: str) -> bool:
 
 
 def layer_of(fqn: str) -> int | None:
+    """The number of the transformer layer that a name lies in."""
     found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", fqn)
     return int(found[1]) if found else None
 

@@ -63,7 +63,8 @@ def _title(report: ConversionReport) -> Text:
 def _converted(report: ConversionReport) -> Table:
     table = Table(header_style="bold", box=None, padding=(0, 1))
     table.add_column("converted", overflow="fold")
-    for heading in ("E x N x K", "kept as", "memory"):
+    dims = " x ".join("ENK"[-len(report.converted[0].shape) :]) if report.converted else "shape"
+    for heading in (dims, "kept as", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
     notes = any(weight.note for weight in report.converted)
     if notes:
