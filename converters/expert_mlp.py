@@ -23,6 +23,8 @@ from converters.backends import get_backend
 from converters.backends.reference import FP8, QuantizedWeight, dswiglu, swiglu
 from converters.config import Numerics
 from converters.gathered_weight import FP8GatheredWeight
+from converters.rules.mlp import ruled_mlp
+from converters.rules.state import DelayedState
 from converters.scaling import Rows, compute_dtype, op_key, wgrad
 from converters.telemetry_mlp import MLPBackward, mlp_backward, mlp_forward
 from converters.telemetry_rows import PlainRows
@@ -209,7 +211,16 @@ def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def expert_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, numerics: Numerics) -> Tensor:
+def expert_mlp(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    offs: Tensor,
+    numerics: Numerics,
+    state: DelayedState | None = None,
+    first_expert: int = 0,
+) -> Tensor:
     """(silu(x @ w1[e]^T) * (x @ w3[e]^T)) @ w2[e]^T for the rows of each expert e, in FP8.
 
     Args:
@@ -217,12 +228,13 @@ def expert_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, nume
         w1, w3: [E, H, D]; w2: [E, D, H]; plain or wrapped, float32 or bfloat16.
         offs: int32 [E], ends of the groups. Any sizes, empty ones too; no alignment.
         numerics: scale rule, backend, precision of the weight gradient.
+        state: of this MLP (`DelayedState(gemms=2, ...)`), for recipe "delayed"; first_expert: where w1[0] is in it.
 
     Returns:
         [M, D] in x's dtype, or autocast's. Weight gradients have the weights' dtype.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes that do not belong together, or "delayed" without a state.
     """
     E, H, D = w1.shape
     if x.dim() != 2 or x.shape[1] != D or w3.shape != w1.shape or w2.shape != (E, D, H) or offs.shape != (E,):
@@ -231,5 +243,8 @@ def expert_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, nume
             + ", ".join(str(tuple(t.shape)) for t in (x, w1, w3, w2, offs))
             + "."
         )
+    x, offs, dtype = x.contiguous(), offs.to(torch.int32), compute_dtype(x)
+    if numerics.backend == "emulated":
+        return ruled_mlp(x, (w1, w2, w3), offs, numerics, dtype, state, first_expert)
     scales, key = gathered_scales(w1, w2, w3), op_key(numerics, w1, w2, w3)
-    return _forward(x.contiguous(), w1, w2, w3, *scales, offs.to(torch.int32), key, compute_dtype(x))[0]
+    return _forward(x, w1, w2, w3, *scales, offs, key, dtype)[0]
