@@ -1,9 +1,10 @@
 """How fast is the FP8 expert MLP?  python -m recipes.bench [--cases scout,small] [--shape M,D,H,E] [--parts]
 
 Forward and backward of one expert MLP through autograd, gradients of x and of all weights: torchtitan's expert function
-in BF16 (compiled), torchao's FP8 path, ours with weights that have just changed (cold: they are quantized again) and
-ours with the same weights as before (warm: a further micro-batch). All run in turn, A B C D A B C D, in one process,
-and medians are compared: a GPU's clock depends on its power and temperature, so only neighbours in time compare.
+in BF16 (compiled), torchao's FP8 path, ours with weights that have just changed (cold: a step of one micro-batch, they
+are quantized again and not kept) and ours with the same weights as before (warm: a further micro-batch). All run in
+turn, A B C D A B C D, in one process, and medians are compared: a GPU's clock depends on its power and temperature, so
+only neighbours in time compare. Whole training steps: --e2e, with the arguments of recipes.bench_e2e.
 
 Without a GPU: the reference backend on a tiny shape. That checks the tool, not the speed.
 """
@@ -25,6 +26,7 @@ from torch import Tensor
 from converters import weight_cache
 from converters.capability import resolve
 from converters.config import FP8GroupedExpertsConfig, Numerics
+from recipes import bench_e2e
 from recipes.bench_cases import CASES, TINY, Case, Inputs, Variant, bf16, forget_weights, make_inputs, ours, parse_shape
 from recipes.bench_cases import torchao as torchao_variant
 from recipes.bench_parts import parts
@@ -85,7 +87,7 @@ def sqnr_db(reference: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str,
 
 
 def peak_bytes(variant: Variant, g: Tensor) -> int:
-    """What one step allocates at its peak, over inputs and weights; ours includes the cache of quantized weights."""
+    """What one step allocates at its peak, over inputs and weights; ours includes quantized weights."""
     if not g.is_cuda:
         return 0
     forget_weights()
@@ -113,8 +115,9 @@ def measure(case: Case, i: Inputs, numerics: Numerics, rounds: int, seconds: flo
     row["bf16_peak_bytes"] = peak_bytes(base, i.g)
     _clear(base)
     row["sqnr_db"] = sqnr_db(reference, results(warm, i.g))
-    row["fp8_peak_bytes"] = peak_bytes(warm, i.g)
+    row["fp8_warm_peak_bytes"] = peak_bytes(warm, i.g)
     row["fp8_cache_bytes"] = weight_cache.cached_bytes()
+    row["fp8_peak_bytes"] = peak_bytes(cold, i.g)
     _clear(warm)
     row["torchao_ms"] = row["torchao_sqnr_db"] = None
     try:
@@ -172,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of inputs and group sizes")
     parser.add_argument("--wgrad", default="fp8", help="see fp8.grouped_experts.wgrad")
     parser.add_argument("--accumulate", default="fast", help="see fp8.grouped_experts.accumulate")
+    parser.add_argument("--e2e", action="store_true", help="whole training steps: the arguments of recipes.bench_e2e")
     parser.add_argument("--out", "--json", type=Path, default=None, help="also write the results to this JSON file")
     return parser
 
@@ -193,6 +197,8 @@ def chosen(args: argparse.Namespace, cuda: bool) -> list[Case]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (sys.argv when None); returns the exit code, 2 for bad arguments."""
     command = sys.argv[1:] if argv is None else argv
+    if "--e2e" in command:
+        return bench_e2e.main([a for a in command if a != "--e2e"])
     args = _parser().parse_args(command)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

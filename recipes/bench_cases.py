@@ -143,8 +143,9 @@ def torchao(i: Inputs) -> Variant:
 
 
 def ours(i: Inputs, numerics: Numerics, cold: bool) -> Variant:
-    """This project's MLP. cold: the weights have changed since the last step, as after an optimizer's."""
-    leaves = _leaves(i, replace(numerics, cache=True))
+    """This project's MLP. cold: the weights have changed since the last step, as after an optimizer's; used once."""
+    numerics = replace(numerics, cache=True, used_once=cold)
+    leaves = _leaves(i, numerics)
 
     def changed() -> None:
         for w in (i.w1, i.w2, i.w3):

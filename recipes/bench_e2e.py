@@ -1,8 +1,8 @@
 """What does FP8 gain in a whole training step?  python -m recipes.bench_e2e --ngpu 2 --out e2e.json
 
-Trains one pair of twin recipes for a few steps in each layout and precision, in turn, and reports tokens/s a GPU
-(median of the steps between compilation and the profiled one), peak memory, and from the profiler's trace of one step
-where its time and its bytes went. Every run is the command a user would type; its own arguments are in the result.
+Trains pairs of twin recipes for a few steps in each layout and precision, in turn, and reports tokens/s a GPU (median
+of the steps between compilation and the profiled one), peak memory, and from the profiler's trace of one step where its
+time and its bytes went. Every run is the command a user would type; its own arguments are in the result.
 """
 
 import argparse
@@ -24,18 +24,22 @@ from recipes.trace import read_trace
 
 # A logged step costs more than others (norms and zeros of every gradient): few are logged, and each reports the mean
 # speed since the one before. The first ones hold compilation, the last the profiler.
+DEFAULT = "recipes/llama4_scout_3layers"
 STEPS, LOG_FREQ = 20, 4
 CLEAN_STEPS, PROFILED = (8, 12, 16), 20
+SHOWN = ("gemm", "quantize", "attention", "optimizer", "other", "communication_exposed", "step")  # ms, by trace.py
 LAYOUTS = {
     "single": [],
     "fsdp": [],
     "fsdp_ep": ["--parallelism.expert_parallel_degree={ngpu}"],
 }
 WIRES = "--fp8.grouped_experts.fsdp_fp8_all_gather={0}", "--fp8.grouped_experts.ep_fp8_dispatch={0}"
-PRECISIONS = {
+EXPERTS = "--model.converters=fp8.grouped_experts"
+PRECISIONS = {  # name -> twin, its arguments; "fp8" is the recipe as it is
     "bf16": ("bf16", []),
-    "fp8, wires in bf16": ("fp8", [w.format("off") for w in WIRES]),
-    "fp8": ("fp8", [w.format("on") for w in WIRES]),
+    "fp8 experts, wires in bf16": ("fp8", [EXPERTS, *(w.format("off") for w in WIRES)]),
+    "fp8 experts": ("fp8", [EXPERTS]),
+    "fp8": ("fp8", []),
 }
 
 
@@ -44,40 +48,46 @@ class Job:
     """One run of the comparison."""
 
     name: str
+    recipe: str
     layout: str
     precision: str
     command: tuple[str, ...]
     folder: Path
 
 
-def jobs(recipe: str, layouts: list[str], ngpu: int, folder: Path, extra: list[str]) -> list[Job]:
-    """All runs, layouts outermost. `recipe`: the common stem of two twins, a path without `_bf16.toml`."""
+def jobs(recipes: list[str], layouts: list[str], ngpu: int, folder: Path, extra: list[str]) -> list[Job]:
+    """All runs, recipes outermost, then layouts. A recipe is the common stem of two twins, a path without `_bf16.toml`,
+    or stem:flavor.
+    """
     out = []
-    for layout in layouts:
-        precisions = {k: v for k, v in PRECISIONS.items() if layout != "single" or k != "fp8, wires in bf16"}
-        for precision, (twin, args) in precisions.items():
-            name = f"{layout} {precision}"
-            home = folder / name.replace(",", "").replace(" ", "_")
-            layout_args = [a.format(ngpu=ngpu) for a in LAYOUTS[layout]]
-            command = (
-                *("torchrun", f"--nproc_per_node={ngpu}", "train.py"),
-                *(f"--job.config_file={recipe}_{twin}.toml", f"--job.dump_folder={home}", f"--training.steps={STEPS}"),
-                *(
-                    "--profiling.enable_profiling",
-                    f"--profiling.profile_freq={PROFILED}",
-                    f"--metrics.log_freq={LOG_FREQ}",
-                ),
-                *layout_args,
-                *(args if layout != "single" else []),
-                *extra,
-            )
-            out.append(Job(name=name, layout=layout, precision=precision, command=command, folder=home))
+    for recipe in recipes:
+        stem, _, flavor = recipe.partition(":")
+        model = flavor or Path(stem).name
+        for layout in layouts:
+            precisions = {k: v for k, v in PRECISIONS.items() if layout != "single" or "wires" not in k}
+            for precision, (twin, args) in precisions.items():
+                name = f"{model} {layout} {precision}"
+                home = folder / name.replace(",", "").replace(" ", "_")
+                command = (
+                    *("torchrun", f"--nproc_per_node={ngpu}", "train.py"),
+                    *(f"--job.config_file={stem}_{twin}.toml", f"--job.dump_folder={home}"),
+                    *(f"--training.steps={STEPS}", f"--metrics.log_freq={LOG_FREQ}"),
+                    *("--profiling.enable_profiling", f"--profiling.profile_freq={PROFILED}"),
+                    *([f"--model.flavor={flavor}"] if flavor else []),
+                    *(a.format(ngpu=ngpu) for a in LAYOUTS[layout]),
+                    *args,
+                    *extra,
+                )
+                out.append(
+                    Job(name=name, recipe=recipe, layout=layout, precision=precision, command=command, folder=home)
+                )
     return out
 
 
 def measure(job: Job, timeout: int) -> dict:
     """Runs one job and reads what it left. A failed run is reported, not hidden."""
-    result = {"name": job.name, "layout": job.layout, "precision": job.precision, "command": " ".join(job.command)}
+    result = {k: getattr(job, k) for k in ("name", "recipe", "layout", "precision")}
+    result["command"] = " ".join(job.command)
     job.folder.mkdir(parents=True, exist_ok=True)
     with open(job.folder / "log.txt", "w") as log:
         try:
@@ -99,7 +109,7 @@ def measure(job: Job, timeout: int) -> dict:
     return result | (read_trace(trace) if trace.exists() else {"trace": "none written"})
 
 
-def environment(ngpu: int) -> dict:
+def environment(ngpu: int, command: list[str]) -> dict:
     """Date, GPU, versions and command of a result file."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
@@ -107,38 +117,40 @@ def environment(ngpu: int) -> dict:
         "gpu": gpu,
         "ngpu": ngpu,
         "versions": versions(),
-        "command": "python -m recipes.bench_e2e " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m recipes.bench_e2e", *command]),
     }
 
 
 def show(results: list[dict]) -> None:
-    """The table: each layout's BF16 run is 1.00."""
+    """The table: the BF16 run of each recipe and layout is 1.00."""
     table = Table(title="End to end, tokens/s a GPU", title_justify="left")
-    for column in ("run", "tokens/s", "of BF16", "peak GiB", "all-gather GB", "all-to-all GB", "GEMM ms", "step ms"):
+    for column in ("run", "tokens/s", "of BF16", "peak GiB", "all-gather GB", "all-to-all GB", *SHOWN):
         table.add_column(column, justify="left" if column == "run" else "right")
-    base = {r["layout"]: r.get("tokens_per_second_per_gpu") for r in results if r["precision"] == "bf16"}
+    at = ("recipe", "layout")
+    base = {tuple(r[k] for k in at): r.get("tokens_per_second_per_gpu") for r in results if r["precision"] == "bf16"}
     for r in results:
         if "error" in r:
             table.add_row(r["name"], r["error"])
             continue
-        reference, split = base.get(r["layout"]), r.get("split_ms", {})
+        reference, split = base.get(tuple(r[k] for k in at)), r.get("split_ms", {})
         ratio = f"{r['tokens_per_second_per_gpu'] / reference:.3f}" if reference else ""
         moved = [f"{r.get(k, 0) / 1e9:.2f}" for k in ("all_gather_bytes", "all_to_all_bytes")]
-        times = [f"{split.get(k, 0):.1f}" for k in ("gemm", "step")]
+        times = [f"{split.get(k, 0):.0f}" for k in SHOWN]
         table.add_row(r["name"], f"{r['tokens_per_second_per_gpu']:,}", ratio, f"{r['peak_gib']:.1f}", *moved, *times)
-    Console(width=130).print(table)
+    Console(width=150).print(table)
 
 
-def main() -> None:
-    """See the module's docstring."""
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line `argv` (sys.argv when None); returns 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="recipes/llama4_scout_3layers", help="common stem of two twins")
+    parser.add_argument("--recipe", action="append", help=f"stem of two twins, or stem:flavor; default {DEFAULT}")
     parser.add_argument("--layouts", default=None, help=f"comma separated, of {', '.join(LAYOUTS)}")
     parser.add_argument("--ngpu", type=int, default=max(1, torch.cuda.device_count()))
     parser.add_argument("--out", type=Path, default=Path("outputs/bench_e2e/e2e.json"))
     parser.add_argument("--timeout", type=int, default=240, help="seconds a run may take")
     parser.add_argument("extra", nargs="*", help="after --: more arguments for every run")
-    args = parser.parse_args()
+    command = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(command)
     if torch.cuda.device_count() < args.ngpu:
         parser.error(f"--ngpu {args.ngpu}: this machine has {torch.cuda.device_count()} GPUs.")
     layouts = args.layouts.split(",") if args.layouts else ["single"] if args.ngpu == 1 else ["fsdp", "fsdp_ep"]
@@ -146,12 +158,13 @@ def main() -> None:
         parser.error(f"--layouts {', '.join(sorted(unknown))}: choose of {', '.join(LAYOUTS)}")
     results = []
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for job in jobs(args.recipe, layouts, args.ngpu, args.out.parent / "runs", args.extra):
+    for job in jobs(args.recipe or [DEFAULT], layouts, args.ngpu, args.out.parent / "runs", args.extra):
         results.append(measure(job, args.timeout))
-        args.out.write_text(json.dumps({"environment": environment(args.ngpu), "runs": results}, indent=2) + "\n")
+        data = {"environment": environment(args.ngpu, command), "runs": results}
+        args.out.write_text(json.dumps(data, indent=2) + "\n")
         show(results)
-    sys.exit(any("error" in r for r in results))
+    return int(any("error" in r for r in results))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,20 +11,27 @@ from recipes.trace import kind_of, read_trace, short_name, step_kernels
 
 
 def test_every_run_is_a_command_and_a_folder_of_its_own(tmp_path: Path) -> None:
-    runs = jobs("recipes/llama4", ["fsdp", "fsdp_ep"], 2, tmp_path, ["--training.seq_len=64"])
+    runs = jobs(["recipes/llama4"], ["fsdp", "fsdp_ep"], 2, tmp_path, ["--training.seq_len=64"])
     assert [(r.layout, r.precision) for r in runs] == [
-        (layout, p) for layout in ("fsdp", "fsdp_ep") for p in ("bf16", "fp8, wires in bf16", "fp8")
+        (layout, p)
+        for layout in ("fsdp", "fsdp_ep")
+        for p in ("bf16", "fp8 experts, wires in bf16", "fp8 experts", "fp8")
     ]
-    assert len({r.folder for r in runs}) == 6
+    assert len({r.folder for r in runs}) == 8
     for r in runs:
         assert ("--parallelism.expert_parallel_degree=2" in r.command) == (r.layout == "fsdp_ep")
         assert f"--job.config_file=recipes/llama4_{'bf16' if r.precision == 'bf16' else 'fp8'}.toml" in r.command
-        assert any("fp8_dispatch" in a for a in r.command) == (r.precision != "bf16")
+        assert ("--model.converters=fp8.grouped_experts" in r.command) == ("experts" in r.precision)
+        assert any("fp8_dispatch" in a for a in r.command) == ("wires" in r.precision)
         assert r.command[-1] == "--training.seq_len=64"
 
 
-def test_one_gpu_has_no_wires(tmp_path: Path) -> None:
-    assert [r.precision for r in jobs("recipes/llama4", ["single"], 1, tmp_path, [])] == ["bf16", "fp8"]
+def test_one_gpu_has_no_wires_and_a_recipe_may_name_a_flavor(tmp_path: Path) -> None:
+    runs = jobs(["recipes/llama4", "recipes/mixtral:debug_bias"], ["single"], 1, tmp_path, [])
+    assert [r.name for r in runs] == [
+        f"{model} single {p}" for model in ("llama4", "debug_bias") for p in ("bf16", "fp8 experts", "fp8")
+    ]
+    assert ["--model.flavor=debug_bias" in r.command for r in runs] == [False] * 3 + [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -93,7 +100,18 @@ def test_kernels_of_the_step_before_do_not_count() -> None:
 
 
 def test_a_failed_run_shows_in_the_table(capsys: pytest.CaptureFixture) -> None:
-    show([{"name": "fsdp bf16", "layout": "fsdp", "precision": "bf16", "error": "exit 1", "log": []}])
+    show(
+        [
+            {
+                "name": "fsdp bf16",
+                "recipe": "recipes/llama4",
+                "layout": "fsdp",
+                "precision": "bf16",
+                "error": "exit 1",
+                "log": [],
+            }
+        ]
+    )
     assert "exit 1" in capsys.readouterr().out
 
 
