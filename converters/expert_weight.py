@@ -23,6 +23,7 @@ from converters.backends.reference import FP8
 from converters.config import Numerics
 from converters.gathered_weight import FP8GatheredWeight, payload_of
 from converters.grouped_mm import grouped_mm
+from converters.telemetry import Tap, claim
 from parallel.wrapped_weight import WrappedWeight, padded_shard
 
 
@@ -30,6 +31,7 @@ class FP8ExpertWeight(WrappedWeight):
     """`FP8ExpertWeight(data, numerics)`; data [E, N, K] or a view of such a weight."""
 
     _context: Numerics
+    tap: Tap | None = None  # measures what is computed with it (telemetry.py)
 
     def rewrap(self, data: Tensor) -> Self:
         """A copy owns its data: what is quantized from it may be kept."""
@@ -58,6 +60,8 @@ class FP8ExpertWeight(WrappedWeight):
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The unsharded weight: see `WrappedWeight`, or around the gathered FP8 bytes."""
+        if self.tap is not None:
+            claim(outputs[0], self.tap)
         if metadata is None:
             return super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
         (data,), (scale, size) = outputs, metadata

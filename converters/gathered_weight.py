@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from converters.backends import get_backend
 from converters.backends.reference import pow2_scale
 from converters.config import Numerics
+from converters.telemetry_mlp import see_shard
 from parallel.fsdp import ShardOf, amax_of_slices, fsdp_mesh, sharded_dim
 from parallel.wrapped_weight import WrappedWeight
 
@@ -128,6 +129,8 @@ def quantize_shards(modules: list[nn.Module]) -> None:
             mine = scale[s.begin : s.begin + s.data.shape[0]]
             q = backend.cast_slices(s.data, mine).view(s.local._data.shape)
             s.local.payload = Payload(s.local._data._version, q, scale)
+            if (tap := getattr(s.local, "tap", None)) is not None:
+                see_shard(tap, s.data, q, mine)
 
 
 def quantize_changed_shards(parts: list[nn.Module]) -> None:

@@ -26,13 +26,13 @@ _claims: "dict[int, tuple[StorageWeakRef, weakref.ref[Tap]]]" = {}
 class Tap:
     """What the products with one weight measure in one step.
 
-    label: what they are to be shown under; set by what measures, at first the weight's own name. records: see
-    telemetry_stats.py.
+    records: by what they are shown under and the operand or GEMM; see telemetry_stats.py. label: what they are shown
+    under; whoever measures may change it, at first it is the weight's own name.
     """
 
     def __init__(self, name: str) -> None:
         self.name = self.label = name
-        self.records: dict[str, Tensor] = {}
+        self.records: dict[tuple[str, str], Tensor] = {}
         self._kept: dict[object, tuple[Tensor, Tensor | None]] = {}
         self._done: set[object] = set()
         self._open = False
@@ -52,9 +52,10 @@ class Tap:
         self._done.add(what)
         return True
 
-    def add(self, key: str, record: Tensor) -> None:
+    def add(self, key: str, record: Tensor, label: str | None = None) -> None:
         """Records operand or GEMM `key`, together with what is there already."""
-        self.records[key] = join(self.records[key], record) if key in self.records else record
+        at = (label or self.label, key)
+        self.records[at] = join(self.records[at], record) if at in self.records else record
 
     def keep(self, key: object, value: Tensor, mark: Tensor | None = None) -> None:
         """Keeps `value` for `recall`. mark: something that tells one micro-batch from another."""
@@ -65,7 +66,8 @@ class Tap:
         value, before = self._kept.pop(key, (None, None))
         if value is None or mark is None or before is None:
             return value
-        return torch.where((mark == before).all(), value, torch.nan) if mark.shape == before.shape else None
+        same = mark.shape == before.shape and ((mark == before) | mark.isnan()).all()
+        return None if same is False else torch.where(same, value, torch.nan)
 
 
 def claim(data: Tensor, tap: Tap) -> None:

@@ -52,7 +52,7 @@ def see_rows(tap: Tap, key: str, x: Rows, quantized: Quantized, offs: Tensor) ->
     tap.add(key, operand(x.take(sample.rows), *_at(quantized, sample), sample.valid, x.amax(offs)))
 
 
-def see_weight(tap: Tap, key: str, parts: Parts, weight: QuantizedWeight) -> None:
+def see_weight(tap: Tap, key: str, parts: Parts, weight: QuantizedWeight, label: str | None = None) -> None:
     """Measures a weight in high precision. weight: q [E, N, K] of all parts."""
     at, scale = 0, expand_scale(weight.scale, weight.q.shape).expand(weight.q.shape)
     for w, _ in parts:
@@ -61,8 +61,15 @@ def see_weight(tap: Tap, key: str, parts: Parts, weight: QuantizedWeight) -> Non
         rows = [t.reshape(-1, K) for t in (w[:, ::step], weight.q[:, some], scale[:, some])]
         valid = torch.ones(len(rows[0]), dtype=torch.bool, device=w.device)
         amax = amax_of_rows(w.reshape(-1, K))
-        tap.add(key, operand(*rows, valid, largest(amax, torch.ones_like(amax, dtype=torch.bool))))
+        tap.add(key, operand(*rows, valid, largest(amax, torch.ones_like(amax, dtype=torch.bool))), label)
         at += N
+
+
+def see_shard(tap: Tap, data: Tensor, q: Tensor, scale: Tensor) -> None:
+    """Measures a shard of a weight [e, N, K] as it is quantized for FSDP2's all-gather, under its own name."""
+    if tap.begins("shard"):
+        weight = QuantizedWeight(q=q.view(data.shape), scale=scale, q_t=q, scale_t=scale)
+        see_weight(tap, "w", [(data, None)], weight, tap.name)
 
 
 def sent_rows(weight: Tensor, key: str, x: Rows, quantized: Quantized) -> None:
