@@ -1,84 +1,71 @@
-"""python -m recipes.compare RUN_A RUN_B: is the loss curve of B that of A, and what did it cost?
+"""python -m recipes.compare RUN_A RUN_B [RUN_C ...]: are the other loss curves that of A, and what did they cost?
 
-Reads both runs' TensorBoard events at full precision, prints tables of loss, validation loss, gradient norm, tokens/s
-and memory at the steps that both logged, and writes compare.png and compare.json. A gap is B - A: give BF16 first.
+Reads the runs' TensorBoard events at full precision, also while they are being written. Prints tables of losses,
+gradient norm, tokens/s and memory at the steps that both runs of a pair logged, and one line of verdict for each pair:
+same, worse, better, or too short or too small to judge (recipes/compare_verdict.py has the rules). A gap is B - A: give
+BF16 first. `--band` names BF16 runs of other seeds: their differences are what a gap is held against. Writes
+compare.png and compare.json, and with --html a page that stands alone, with --png a picture for a paper's column.
 
-Exit code: 0 the limits hold (or none was given), 1 a limit is exceeded or a run has a nan or inf in its losses or
-gradient norms, 2 the runs cannot be compared.
+Exit code, of the worst pair: 0 as good, or within the limits; 1 worse, a limit exceeded, or a run with a nan or inf in
+its losses or gradient norms; 2 cannot be judged, or the runs cannot be compared, or wrong usage.
 """
 
 import argparse
-import json
 import math
 import sys
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from recipes.compare_numbers import Comparison, Limits, compare_runs
-from recipes.compare_plot import plot_comparison
-from recipes.compare_tables import print_comparison
-from recipes.run_info import jsonable, versions
-from recipes.runs import Run, RunError, read_run
+from recipes.compare_numbers import Limits, Report, compare_all
+from recipes.compare_outputs import Outputs, write_outputs
+from recipes.compare_tables import print_report
+from recipes.runs import RunError, read_run
 
 # Wide enough for all columns side by side where the output is no terminal (a file, a CI log).
 FILE_WIDTH = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The files that one comparison writes."""
-
-    picture: Path
-    numbers: Path
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (sys.argv when None) and returns the exit code."""
     args = _parser().parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    code, ended = _render(args, console)
     try:
-        limits = Limits(loss=args.max_loss_gap, val_loss=args.max_val_gap, smooth=args.smooth)
-        comparison = compare_runs(read_run(args.run_a), read_run(args.run_b), limits)
-        outputs = write_outputs(comparison, Path(args.out or args.run_b))
+        while args.watch and not ended:
+            time.sleep(args.watch)
+            console.clear()
+            code, ended = _render(args, console)
+    except KeyboardInterrupt:
+        console.print("Stopped watching.")
+    return code
+
+
+def _render(args: argparse.Namespace, console: Console) -> tuple[int, bool]:
+    """Reads, compares, prints and writes once: the exit code, and whether every run has come to its end."""
+    try:
+        report = _compare(args)
+        written = write_outputs(report, _outputs(args), reload_seconds=args.watch)
     except (RunError, OSError) as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False)
-        return 2
-    print_comparison(comparison, console)
-    console.print(f"Picture: {outputs.picture}\nNumbers: {outputs.numbers}", highlight=False, soft_wrap=True)
-    return 1 if comparison.failures else 0
+        return 2, False
+    print_report(report, console)
+    for name, path in written.items():
+        console.print(f"{name}: {path}", highlight=False, soft_wrap=True)
+    return report.code, all(run.ended for run in report.runs)
 
 
-def write_outputs(comparison: Comparison, folder: Path) -> Outputs:
-    """Writes compare.png and compare.json into `folder`, which is made when it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    outputs = Outputs(picture=folder / "compare.png", numbers=folder / "compare.json")
-    plot_comparison(comparison, outputs.picture)
-    text = json.dumps(jsonable(as_json(comparison)), indent=2, allow_nan=False, default=str)
-    outputs.numbers.write_text(text + "\n", encoding="utf-8")
-    return outputs
+def _compare(args: argparse.Namespace) -> Report:
+    limits = Limits(loss=args.max_loss_gap, val_loss=args.max_val_gap, smooth=args.smooth)
+    reference, *rest = (read_run(folder) for folder in (args.run_a, *args.run_b, *args.band))
+    return compare_all(reference, rest[: len(args.run_b)], rest[len(args.run_b) :], limits)
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
-    """The content of compare.json. A nan or inf becomes null there and is listed under `verdict.failures`."""
-    return {
-        "schema": 1,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "verdict": {"passed": comparison.passed, "line": comparison.verdict, "failures": list(comparison.failures)},
-        "limits": asdict(comparison.limits),
-        "runs": {"a": _run_json(comparison.a), "b": _run_json(comparison.b)},
-        "notes": list(comparison.notes),
-        "config_differences": comparison.config_differences,
-        "metrics": {name: pair.as_dict() for name, pair in comparison.pairs.items()},
-        "compared_with": versions(),
-    }
-
-
-def _run_json(run: Run) -> dict[str, Any]:
-    return {"label": run.label, "folder": run.folder, "event_files": run.event_files, "run": run.info}
+def _outputs(args: argparse.Namespace) -> Outputs:
+    folder = Path(args.out or args.run_b[0])
+    page, column = (Path(path) if path else None for path in (args.html, args.png))
+    return Outputs(picture=folder / "compare.png", numbers=folder / "compare.json", page=page, column=column)
 
 
 def _escape(text: str) -> str:
@@ -100,19 +87,35 @@ def _count(text: str) -> int:
     return value
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is no pause: give a number of seconds above 0")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
-    about = "Compares two training runs: the loss curves, the gap between them (B - A), speed and memory."
-    parser = argparse.ArgumentParser(prog="python -m recipes.compare", description=about)
+    about = "Compares training runs: the loss curves, the gaps between them (B - A), speed and memory."
+    ends = "exit code: 0 as good or within the limits, 1 worse or a limit exceeded, 2 cannot be judged or compared"
+    parser = argparse.ArgumentParser(prog="python -m recipes.compare", description=about, epilog=ends)
     parser.add_argument("run_a", metavar="RUN_A", help="dump folder of the run to measure against, BF16 say")
-    parser.add_argument("run_b", metavar="RUN_B", help="dump folder of the other run, FP8 say")
-    parser.add_argument("--out", metavar="DIR", help="where compare.png and compare.json go (default: RUN_B)")
+    parser.add_argument("run_b", metavar="RUN_B", nargs="+", help="dump folders of the other runs, FP8 say")
+    band = "runs like RUN_A with other seeds (debug.seed): what they differ by is the band that a gap is held against"
+    parser.add_argument("--band", metavar="RUN", nargs="+", default=[], help=band)
+    parser.add_argument("--out", metavar="DIR", help="where compare.png and compare.json go (default: the first RUN_B)")
+    parser.add_argument("--html", metavar="FILE", help="also write a page that stands alone, for any browser")
+    parser.add_argument("--png", metavar="FILE", help="also write a picture as wide as a column of a paper")
     loss_help = "limit on |smoothed training loss gap| at the last step"
     parser.add_argument("--max-loss-gap", metavar="X", type=_limit, help=loss_help)
     parser.add_argument(
         "--max-val-gap", metavar="X", type=_limit, help="limit on |validation loss gap| at the last step"
     )
-    smooth_help = "smoothed = mean over the last N matched steps (default: 5; 1: none)"
-    parser.add_argument("--smooth", metavar="N", type=_count, default=5, help=smooth_help)
+    smooth_help = (
+        "smoothed = mean over the last N common logged steps (default: a twentieth of them, at least 5; 1: none)"
+    )
+    parser.add_argument("--smooth", metavar="N", type=_count, help=smooth_help)
+    watch_help = "read and write everything again after so many seconds, until every run has ended or Ctrl-C"
+    parser.add_argument("--watch", metavar="SECONDS", type=_seconds, help=watch_help)
     return parser
 
 

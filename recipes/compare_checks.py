@@ -1,6 +1,7 @@
 """May two runs be compared? Same steps, seed, model and data, or a sentence that says what differs."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from recipes.run_info import config_differences
@@ -16,10 +17,9 @@ def check_comparable(a: Run, b: Run) -> list[str]:
     Raises:
         RunError: the runs do not belong side by side.
     """
-    if a.folder.resolve() == b.folder.resolve():
-        raise RunError(f"RUN_A and RUN_B are the same folder, {a.folder}: name two runs.")
-    last = _check_last_step(a, b)
-    notes = [*_unmatched_steps(a, b), *_validation_steps(a, b, last)]
+    _check_folders(a, b, "RUN_A and RUN_B")
+    last = _last_common_step(a, b)
+    notes = [*_ends(a, b, last), *_unmatched_steps(a, b), *_validation_steps(a, b, last)]
     stock = [run.label for run in (a, b) if run.info is None]
     if stock:
         return [*notes, f"No run.json in {' and '.join(stock)}: seed and data could not be checked."]
@@ -28,18 +28,74 @@ def check_comparable(a: Run, b: Run) -> list[str]:
     return [*notes, *_other_differences(a.info, b.info)]
 
 
-def _check_last_step(a: Run, b: Run) -> int:
-    lasts = []
+def check_band(reference: Run, others: Sequence[Run], seeds: Sequence[Run]) -> list[str]:
+    """Notes on the runs that shall make a band, all of them like `reference` but for their seeds.
+
+    Raises:
+        RunError: a band run is one of the compared ones, repeats the reference, broke, or is of other model or data.
+    """
+    notes = []
+    for seed in seeds:
+        for run in (reference, *others, *(s for s in seeds if s is not seed)):
+            _check_folders(seed, run, f"the band run {seed.label} and {run.label}")
+        _check_finite(seed)
+        _last_common_step(reference, seed)
+        if reference.info is None or seed.info is None:
+            notes.append(f"Band run {seed.label}: without both run.json, seed, model and data could not be checked.")
+            continue
+        _check_data(reference.info, seed.info)
+        _check_other_seed(reference.info, seed.info, seed.label)
+    if len(seeds) == 1:
+        notes.append("The band is of two runs: a third one would tell more.")
+    return notes
+
+
+def _check_folders(a: Run, b: Run, names: str) -> None:
+    if a.folder.resolve() == b.folder.resolve():
+        raise RunError(f"{names} are the same folder, {a.folder}: name two runs.")
+
+
+def _check_finite(seed: Run) -> None:
+    for metric in ("loss", "val_loss", "test_loss"):
+        bad = [step for step, value in seed.series(TAGS[metric]).items() if not math.isfinite(value)]
+        if bad:
+            raise RunError(f"The band run {seed.label} broke at step {bad[0]} ({NAMES[metric]}): leave it out.")
+
+
+def _check_other_seed(reference: dict[str, Any], seed: dict[str, Any], label: str) -> None:
+    """Another layout with the same seed makes a band too; the same run again only shows what is not deterministic."""
+    _check_model(reference, seed)
+    if reference["converters"] != seed["converters"]:
+        raise RunError(
+            f"The band run {label} has converters {seed['converters']} and RUN_A {reference['converters']}: "
+            "a band is of runs in the precision of RUN_A."
+        )
+    if not config_differences(reference["config"], seed["config"]) and reference["world_size"] == seed["world_size"]:
+        raise RunError(f"The band run {label} repeats RUN_A, seed {seed['seed']}: train it with another debug.seed.")
+
+
+def _last_common_step(a: Run, b: Run) -> int:
     for run in (a, b):
         if not run.series(TAGS["loss"]):
             raise RunError(f"{run.label} has no training loss ({TAGS['loss']}) in its events.")
-        lasts.append(max(run.series(TAGS["loss"])))
-    if lasts[0] != lasts[1]:
-        ends = " and ".join(
-            f"{run.label} ends at step {last}{_broke(run, last)}" for run, last in zip((a, b), lasts, strict=True)
-        )
-        raise RunError(f"The runs do not match in steps: {ends}; train both for the same number of steps.")
-    return lasts[0]
+    common = a.series(TAGS["loss"]).keys() & b.series(TAGS["loss"]).keys()
+    if not common:
+        raise RunError(f"{a.label} and {b.label} have no common logged step: train both with one metrics.log_freq.")
+    return max(common)
+
+
+def _ends(a: Run, b: Run, last: int) -> list[str]:
+    """Where the runs end, when not at the same step: one is still running, stopped, or broke."""
+    ends = {run.label: max(run.series(TAGS["loss"])) for run in (a, b)}
+    if len(set(ends.values())) == 1:
+        return []
+    ways = [f"{run.label} {_state(run)} step {ends[run.label]}{_broke(run, ends[run.label])}" for run in (a, b)]
+    return [f"{' and '.join(ways)}: compared up to step {last}."]
+
+
+def _state(run: Run) -> str:
+    """Only a run that came to its end has results in its run.json."""
+    return "ends at" if run.info is None or run.ended else "has no end yet and is at"
 
 
 def _broke(run: Run, last: int) -> str:
@@ -63,7 +119,7 @@ def _validation_steps(a: Run, b: Run, last: int) -> list[str]:
     if not common:
         return ["No validation step is common to both runs: their validation losses are not compared."]
     final = max(common)
-    return [] if final == last else [f"The last common validation is at step {final}, the runs end at step {last}."]
+    return [] if final == last else [f"The last common validation is at step {final}, the last common step is {last}."]
 
 
 def _check_start(a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -72,6 +128,10 @@ def _check_start(a: dict[str, Any], b: dict[str, Any]) -> None:
         raise RunError(f"The runs do not match in seed: {seeds}; train both with the same debug.seed.")
     if a["seed"] is None:
         raise RunError("Neither run set debug.seed, so they began with different weights: train both with one seed.")
+    _check_model(a, b)
+
+
+def _check_model(a: dict[str, Any], b: dict[str, Any]) -> None:
     if a["model"] != b["model"]:
         raise RunError(f"The runs train different models, {a['model']} and {b['model']}: compare runs of one model.")
 

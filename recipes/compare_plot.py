@@ -1,4 +1,4 @@
-"""The picture of a comparison: both loss curves on top, the gap between them below, each with its own axis."""
+"""The pictures of a comparison: loss curves on top, the gaps between them with their band below."""
 
 import math
 from pathlib import Path
@@ -7,77 +7,104 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from recipes.compare_numbers import Comparison
-from recipes.runs import Run
+from recipes.compare_charts import Chart, gap_chart, loss_chart, value_range
+from recipes.compare_facts import provenance
+from recipes.compare_numbers import Report
 
-# Okabe and Ito's palette, told apart with every common colour blindness. B is drawn thin over a broad A, so that both
-# stay visible where they lie on each other.
-BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
-INK, MUTED, RULE = "#1f2430", "#5d6573", "#dfe3e8"
+# Okabe and Ito's palette, told apart with every common colour blindness; dashes tell the runs apart too.
+# B is drawn thin over a broad A, so that both stay visible where they lie on each other.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", "-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (3, 1.5)))
+INK, MUTED, RULE, SEED = "#1f2430", "#5d6573", "#dfe3e8", "#a9b1bd"
 
 
-def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Writes the picture of `comparison` to `path` (PNG, 1800 x 1260 pixels)."""
+def plot_report(report: Report, path: Path) -> None:
+    """Writes the picture of `report` to `path` (PNG, 1800 x 1260 pixels)."""
     figure = Figure(figsize=(10, 7), dpi=180, facecolor="white")
     curves, gaps = figure.subplots(2, 1, sharex=True, height_ratios=[1.7, 1], gridspec_kw={"hspace": 0.27})
     figure.subplots_adjust(left=0.085, right=0.97, top=0.845, bottom=0.115)
-    _draw_curves(curves, comparison)
-    _draw_gaps(gaps, comparison)
-    for axes in (curves, gaps):
-        _style(axes)
-    title = f"Loss of {comparison.b.label} against {comparison.a.label}"
-    figure.text(0.022, 0.943, title, size=17, weight="bold", color=INK)
-    figure.text(0.022, 0.907, _subtitle(comparison), size=10, color=MUTED)
-    figure.text(0.022, 0.016, _provenance(comparison.b), size=7.8, color=MUTED)
-    figure.savefig(path, metadata={"Title": comparison.verdict})
+    _draw(curves, loss_chart(report), size=1.0)
+    _draw(gaps, gap_chart(report), size=1.0)
+    curves.set_title("Loss", loc="left", size=11.5, weight="bold", color=INK)
+    gaps.set_title("Gap", loc="left", size=11.5, weight="bold", color=INK)
+    curves.set_ylabel("cross-entropy, nats a token", color=MUTED)
+    gaps.set_ylabel(f"difference to {report.reference.label}"[:38], color=MUTED, size=9)
+    gaps.set_xlabel("training step", color=MUTED)
+    _legend(curves, ncols=2, loc="upper right", fontsize=9.5)
+    above = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.985), "columnspacing": 1.4, "handlelength": 1.6}
+    _legend(gaps, fontsize=9 if len(report.comparisons) == 1 else 7, ncols=5, **above)
+    title = f"Loss of {' and '.join(c.b.label for c in report.comparisons)} against {report.reference.label}"
+    figure.text(0.022, 0.943, title, size=17 if len(title) < 75 else 12, weight="bold", color=INK)
+    figure.text(0.022, 0.907, _subtitle(report), size=10, color=MUTED)
+    figure.text(0.022, 0.016, provenance(report.comparisons[0].b), size=7.8, color=MUTED)
+    figure.savefig(path, format="png", metadata={"Title": report.comparisons[0].verdict})
 
 
-def _draw_curves(axes: Axes, comparison: Comparison) -> None:
-    loss, val = comparison.pairs["loss"], comparison.pairs["val_loss"]
-    a, b = comparison.a.label, comparison.b.label
-    axes.plot(loss.steps, loss.a, color=BLUE, lw=5, alpha=0.38, solid_capstyle="round", label=f"{a}, training")
-    axes.plot(loss.steps, loss.b, color=ORANGE, lw=1.5, label=f"{b}, training")
-    axes.plot(val.steps, val.a, "o", ms=9, mfc="white", mec=BLUE, mew=1.8, label=f"{a}, validation", zorder=4)
-    axes.plot(val.steps, val.b, "D", ms=3.8, color=ORANGE, label=f"{b}, validation", zorder=5)
-    axes.set_title("Loss", loc="left", size=11.5, weight="bold", color=INK)
-    axes.set_ylabel("cross-entropy, nats a token", color=MUTED)
-    axes.legend(frameon=False, ncols=2, loc="upper right", labelcolor=INK, fontsize=9.5)
+def plot_column(report: Report, path: Path) -> None:
+    """Writes a picture as wide as a column of a two-column paper, 3.35 inches, in 7-point type (PNG, 400 dots an inch).
+
+    No title: the caption has it.
+    """
+    figure = Figure(figsize=(3.35, 3.2), dpi=400, facecolor="white")
+    curves, gaps = figure.subplots(2, 1, sharex=True, height_ratios=[1.35, 1], gridspec_kw={"hspace": 0.32})
+    figure.subplots_adjust(left=0.155, right=0.955, top=0.985, bottom=0.115)
+    for axes, chart in ((curves, loss_chart(report)), (gaps, gap_chart(report))):
+        _draw(axes, chart, size=0.55)
+        axes.tick_params(labelsize=7, pad=2)
+    curves.set_ylabel("loss (nats/token)", color=INK, size=7, labelpad=2)
+    gaps.set_ylabel(f"gap to {report.reference.label}"[:30], color=INK, size=7, labelpad=1)
+    gaps.set_xlabel("training step", color=INK, size=7, labelpad=2)
+    _legend(curves, loc="upper right", fontsize=6.2, handlelength=1.6, labelspacing=0.25)
+    above = {"loc": "lower right", "bbox_to_anchor": (1.05, 0.96), "columnspacing": 0.9, "handletextpad": 0.4}
+    _legend(gaps, fontsize=5.6, ncols=3 if len(report.comparisons) == 1 else 2, handlelength=1.3, **above)
+    figure.savefig(path, format="png", metadata={"Title": report.comparisons[0].verdict})
 
 
-def _draw_gaps(axes: Axes, comparison: Comparison) -> None:
-    loss, val, limits = comparison.pairs["loss"], comparison.pairs["val_loss"], comparison.limits
-    axes.axhline(0, color=INK, lw=0.9, zorder=1)
-    axes.plot(loss.steps, loss.gap, ".", ms=5, color=MUTED, alpha=0.55, label="training, each step")
-    axes.plot(loss.steps, loss.smoothed, color=INK, lw=1.8, label=f"training, mean of {limits.smooth} steps")
-    axes.plot(val.steps, val.gap, "D", ms=6, color=GREEN, mec="white", mew=0.8, label="validation", zorder=5)
-    _draw_limits(axes, comparison)
-    axes.set_title("Gap", loc="left", size=11.5, weight="bold", color=INK)
-    difference = f"{comparison.b.label} - {comparison.a.label}"
-    axes.set_ylabel(difference if len(difference) < 38 else "difference", color=MUTED, size=9)
-    axes.set_xlabel("training step", color=MUTED)
-    above = {
-        "loc": "lower right",
-        "bbox_to_anchor": (1.0, 0.985),
-        "ncols": 5,
-        "columnspacing": 1.4,
-        "handlelength": 1.6,
-    }
-    axes.legend(frameon=False, labelcolor=INK, fontsize=9, **above)
+def _draw(axes: Axes, chart: Chart, size: float) -> None:
+    """All curves of `chart`; `size` scales lines and marks."""
+    seeds = [curve.name for curve in chart.curves if curve.kind == "seed"]
+    for curve in chart.curves:
+        colour, dash = COLOURS[curve.colour], DASHES[curve.colour]
+        steps, values = curve.steps, curve.values
+        match curve.kind:
+            case "band":
+                low = [-value for value in values]
+                axes.fill_between(steps, low, values, color=COLOURS[0], alpha=0.13, lw=0, label=curve.name, zorder=0)
+            case "guide":
+                label = f"{curve.name} ±{values[0]:g}"
+                axes.axhspan(-values[0], values[0], color=COLOURS[2], alpha=0.12, lw=0, label=label, zorder=0)
+            case "broad":
+                axes.plot(
+                    steps, values, color=colour, lw=5 * size, alpha=0.38, solid_capstyle="round", label=curve.name
+                )
+            case "seed":
+                label = "other seeds" if curve.name == seeds[0] else None
+                axes.plot(steps, values, color=SEED, lw=1.0 * size, label=label, zorder=1)
+            case "dots":
+                axes.plot(steps, values, ".", ms=4 * size, color=colour, alpha=0.3, mew=0, label=curve.name, zorder=1.5)
+            case "rings":
+                style = {"mfc": "white", "mec": colour, "mew": 1.8 * size}
+                axes.plot(steps, values, "o", ms=9 * size, label=curve.name, zorder=4, **style)
+            case "points":
+                style = {"mec": "white", "mew": 0.6 * size}
+                axes.plot(steps, values, "D", ms=4.6 * size, color=colour, label=curve.name, zorder=5, **style)
+            case _:
+                axes.plot(steps, values, color=colour, ls=dash, lw=1.7 * size, label=curve.name, zorder=3)
+    if chart.base is not None:
+        axes.axhline(chart.base, color=INK, lw=0.9 * size, zorder=1)
+    axes.set_ylim(*value_range(chart))
+    _style(axes, size)
 
 
-def _draw_limits(axes: Axes, comparison: Comparison) -> None:
-    """The band that a gap must end in, and axis limits that keep zero in the middle."""
-    limits, pairs = comparison.limits, comparison.pairs
-    given = {name: value for name, value in (("training", limits.loss), ("validation", limits.val_loss)) if value}
-    seen = [abs(gap) for name in ("loss", "val_loss") for gap in pairs[name].gap if math.isfinite(gap)]
-    reach = 1.2 * max([*given.values(), *seen, 1e-6])
-    axes.set_ylim(-reach, reach)
-    for (name, value), shade in zip(given.items(), (0.14, 0.10), strict=False):
-        axes.axhspan(-value, value, color=GREEN, alpha=shade, lw=0, zorder=0, label=f"{name} limit ±{value:g}")
+def _legend(axes: Axes, **where: object) -> None:
+    """The seeds are drawn first, to lie under the rest, and named last."""
+    handles, labels = axes.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda i: labels[i] == "other seeds")
+    axes.legend([handles[i] for i in order], [labels[i] for i in order], frameon=False, labelcolor=INK, **where)
 
 
-def _style(axes: Axes) -> None:
-    axes.grid(axis="y", color=RULE, lw=0.8)
+def _style(axes: Axes, size: float) -> None:
+    axes.grid(axis="y", color=RULE, lw=0.8 * size)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(MUTED)
@@ -86,23 +113,17 @@ def _style(axes: Axes) -> None:
     axes.margins(x=0.015)
 
 
-def _subtitle(comparison: Comparison) -> str:
-    """The last losses and their gap, in words."""
-    parts = []
-    for metric, name in (("val_loss", "validation"), ("loss", "training")):
-        pair = comparison.pairs[metric]
-        if pair.steps:
-            parts.append(f"{name} {pair.b[-1]:.4f} and {pair.a[-1]:.4f}, gap {pair.gap[-1]:+.4f}")
-    return f"At step {comparison.pairs['loss'].steps[-1]}: {';  '.join(parts)}"
+def _subtitle(report: Report) -> str:
+    """The verdict of one pair; of several, each last gap."""
+    if len(report.comparisons) == 1:
+        return _short(report.comparisons[0].verdict, 120)
+    gaps = []
+    for comparison in report.comparisons:
+        gap = comparison.pairs["loss"].smoothed[-1]
+        number = f"{gap:+.4f}" if math.isfinite(gap) else str(gap)
+        gaps.append(f"{comparison.b.label} {number}, {comparison.word}")
+    return _short(f"Smoothed training loss at the end: {'; '.join(gaps)}", 120)
 
 
-def _provenance(run: Run) -> str:
-    """Model, data, device and versions, where run.json tells them."""
-    info = run.info
-    if info is None:
-        return "Run of stock torchtitan, without run.json: seed, data and versions are not known."
-    data, used = info["data"], info["versions"]
-    batch = f"{data['global_batch_size']} x {data['seq_len']} tokens a step of {data['dataset']}"
-    stack = ", ".join(f"{name} {used[name]}" for name in ("torchtitan", "torch", "torchao") if name in used)
-    device = f"{info['world_size']} x {info['device']}" if info["world_size"] > 1 else info["device"]
-    return f"{info['model']}, {batch}, seed {info['seed']}   |   {device}   |   {stack}"
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"

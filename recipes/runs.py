@@ -54,6 +54,11 @@ class Run:
     scalars: dict[str, Series]
     info: dict | None
 
+    @property
+    def ended(self) -> bool:
+        """Has it come to its end? A run that is being written, and one that was killed, have no results yet."""
+        return self.info is not None and "results" in self.info
+
     def series(self, tag: str) -> Series:
         """The scalar `tag`, empty when the run never wrote it."""
         return self.scalars.get(tag, {})

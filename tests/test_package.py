@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 def test_wheel_has_every_module_and_recipe(wheel: zipfile.ZipFile) -> None:
-    files = [p for name in PACKAGES for kind in ("*.py", "*.toml") for p in (ROOT / name).rglob(kind)]
+    files = [p for name in PACKAGES for kind in ("*.py", "*.toml", "*.css", "*.js") for p in (ROOT / name).rglob(kind)]
     assert {str(p.relative_to(ROOT)) for p in files} <= set(wheel.namelist())
     assert not [name for name in wheel.namelist() if name.startswith(("tests/", "assets/"))]
 

@@ -16,6 +16,7 @@ from recipes.compare_numbers import match
 from recipes.run_info import describe_run, write_run_info
 from recipes.runs import TAGS, RunError, read_run
 
+UNJUDGED = 2  # five steps are too few
 STEPS = (1, 10, 20, 30, 40)
 LOSSES = {1: 7.625, 10: 6.5, 20: 5.25, 30: 4.5, 40: 4.25}
 
@@ -61,6 +62,13 @@ def twins(tmp_path: Path) -> tuple[Path, Path]:
     return bf16, fp8
 
 
+@pytest.fixture(autouse=True)
+def _no_picture(request, monkeypatch):
+    """Half a second each; the tests of the pictures draw them."""
+    if "picture" not in request.node.name:
+        monkeypatch.setattr("recipes.compare_outputs.plot_report", lambda report, path: path.touch())
+
+
 def compare(*args: object) -> int:
     return main([str(arg) for arg in args])
 
@@ -81,7 +89,7 @@ def test_numbers_of_the_json(twins, tmp_path, capsys):
     assert report["config_differences"] == {"model.converters": [[], ["fp8.grouped_experts"]]}
     assert report["runs"]["b"]["run"]["versions"]["torchtitan"] == "0.2.2"
     out = capsys.readouterr().out
-    assert "PASS: fp8 - bf16: training loss +0.015625 at step 40 (no limit given)" in out
+    assert "fp8 - bf16 = +0.0078 at step 40, limit 0.0100: same (validation loss)" in out
     assert "Also different" not in out
 
 
@@ -103,7 +111,7 @@ def test_picture_is_a_png_that_shows_something(twins, tmp_path):
 @pytest.mark.parametrize(
     ("limits", "code"),
     [
-        ((), 0),
+        ((), 2),  # five steps are too few to judge
         (("--max-loss-gap", 1 / 64, "--smooth", 1), 0),  # a gap of exactly the limit holds
         (("--max-loss-gap", 0.0156, "--smooth", 1), 1),
         (("--max-loss-gap", 0.016, "--smooth", 5), 1),  # mean of five gaps is 6/320
@@ -179,7 +187,7 @@ def test_runs_of_other_seed_data_or_model_are_refused(twins, capsys, changes, me
 
 def test_same_global_batch_in_other_micro_batches_is_compared_with_a_note(twins, capsys):
     write_info(twins[1], training__local_batch_size=2, training__global_batch_size=8, optimizer__lr=0.5)
-    assert compare(*twins) == 0
+    assert compare(*twins) == UNJUDGED
     out = capsys.readouterr().out.replace("\n", " ")
     assert "Also different: optimizer.lr 0.0008 and 0.5; training.global_batch_size" in out
 
@@ -193,28 +201,28 @@ def test_runs_without_a_seed_are_refused(twins, capsys):
 
 def test_stock_runs_are_compared_with_a_note(twins, capsys):
     (twins[0] / "run.json").unlink()
-    assert compare(*twins) == 0
+    assert compare(*twins) == UNJUDGED
     assert "No run.json in bf16: seed and data could not be checked." in capsys.readouterr().out
 
 
 def test_mfu_is_shown_with_its_peak_only(twins, capsys):
-    assert compare(*twins) == 0
+    assert compare(*twins) == UNJUDGED
     assert "MFU" not in capsys.readouterr().out
     for run in twins:
         write_info(run, mfu_peak=(989e12, "dense BF16 peak"))
-    assert compare(*twins) == 0
+    assert compare(*twins) == UNJUDGED
     assert "MFU %, of 989 TFLOP/s (dense BF16 peak)" in capsys.readouterr().out
 
 
 def test_test_split_is_shown_where_both_have_it(twins, capsys):
-    assert compare(*twins) == 0
+    assert compare(*twins) == UNJUDGED
     out = capsys.readouterr().out
     assert "test loss" not in out
     # exp(4.5) and exp(4.5 + 1/128)
     assert "perplexity 90.0171 90.7231 +0.7060 1.0078" in " ".join(out.split())
     for run, loss, shown in zip(twins, (4.0, 4.25), (False, True), strict=True):
         write_events(run, LOSSES, {40: 4.5}, {40: loss}, start="b")
-        assert compare(*twins) == 0
+        assert compare(*twins) == UNJUDGED
         out = " ".join(capsys.readouterr().out.split())
         assert ("test loss" in out) == shown
     # one point has no largest gap; exp(4) and exp(4.25)
@@ -224,18 +232,23 @@ def test_test_split_is_shown_where_both_have_it(twins, capsys):
     assert json.loads((twins[1] / "compare.json").read_text())["metrics"]["test_loss"]["final"]["gap"] == 0.25
 
 
-def test_other_last_step_is_refused_and_a_broken_run_named(twins, capsys):
+def test_a_run_that_broke_is_worse_and_its_end_is_named(twins, capsys):
     write_events(twins[1], {30: math.nan}, start="b")  # replaces steps 30 and 40
-    assert compare(*twins) == 2
-    err = capsys.readouterr().err
-    assert "bf16 ends at step 40 and fp8 ends at step 30 (training loss nan)" in err
+    assert compare(*twins) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "fp8 has no end yet and is at step 30 (training loss nan): compared up to step 30." in out
+    assert "fp8 against bf16: worse (fp8: training loss is nan at step 30 (1 such steps))" in out
+    write_events(twins[0], {30: math.nan}, start="c")
+    write_events(twins[1], LOSSES, start="c")
+    assert compare(*twins) == UNJUDGED  # what broke is the reference
+    assert "too short or too small to judge (bf16: training loss is nan" in capsys.readouterr().out
 
 
 def test_steps_of_one_run_only_are_left_out_and_counted(twins, tmp_path, capsys):
     sparse = tmp_path / "sparse"
     write_events(sparse, {20: 5.25, 40: 4.25}, {40: 4.5})
     write_info(sparse)
-    assert compare(twins[0], sparse) == 0
+    assert compare(twins[0], sparse) == UNJUDGED
     assert "2 logged steps match; 3 only in bf16, left out." in capsys.readouterr().out
 
 
