@@ -80,5 +80,5 @@ def resolve(config: FP8GroupedExpertsConfig | FP8DenseConfig) -> Numerics:
 def dispatches_fp8(config: FP8GroupedExpertsConfig, numerics: Numerics) -> bool:
     """Whether rows travel between expert-parallel ranks in FP8."""
     if config.ep_fp8_dispatch == "auto":
-        return numerics.backend == "hopper" and not numerics.wgrad_from_hp
+        return numerics.backend == "hopper" and not numerics.wgrad_from_hp and config.experts == "grouped"
     return config.ep_fp8_dispatch == "on"

@@ -131,6 +131,13 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
                 f"[{section}] ep_fp8_dispatch = 'on' needs recipe = 'tokenwise' and wgrad = 'fp8', since rows arrive "
                 f"at the experts in FP8 only; got {self.recipe!r} and {self.wgrad!r}. Set ep_fp8_dispatch = 'off'."
             )
+        for wire in ("fsdp_fp8_all_gather", "ep_fp8_dispatch"):
+            emulated = self.backend == "emulated" or needs_emulation(self.recipe, self.grad_dtype)
+            if getattr(self, wire) == "on" and self.recipe == "tokenwise" and emulated:
+                raise ValueError(
+                    f"[{section}] {wire} = 'on' needs the hopper or reference backend and E4M3 gradients; got backend "
+                    f"= {self.backend!r}, grad_dtype = {self.grad_dtype!r}. Set {wire} = 'off'."
+                )
         if self.fsdp_fp8_all_gather == "on" and self.recipe != "tokenwise":
             raise ValueError(
                 f"[{section}] fsdp_fp8_all_gather = 'on' needs recipe = 'tokenwise', whose weights have one scale an "

@@ -14,8 +14,7 @@ import types
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
@@ -26,11 +25,12 @@ from torchtitan.models.moe.moe import GroupedExperts
 from converters.break_even import RESULTS, Workload, below_break_even, load_measured, workload
 from converters.capability import dispatches_fp8, resolve, torchao_problem
 from converters.config import FP8GroupedExpertsConfig, Numerics
-from converters.dispatched_mlp import dispatched_mlp
-from converters.expert_mlp import expert_mlp
+from converters.delayed_config import DelayedConfig
 from converters.expert_weight import FP8ExpertWeight
+from converters.experts_forward import fp8_experts_forward, is_one_op, takes_our_forward
 from converters.gathered_weight import quantize_changed_shards
-from converters.layout import check_layout
+from converters.layout import check_delayed, check_layout
+from converters.rules.attach import end_step, give_state, share_amax
 from converters.selection import (
     ConversionReport,
     ConvertedWeight,
@@ -40,38 +40,14 @@ from converters.selection import (
     stacked_weights,
 )
 from converters.sequential_experts import run_sequentially
-from converters.token_path import FuseTokenPath, Routes, experts_forward, token_path_of
+from converters.token_path import FuseTokenPath, token_path_of
 from parallel.checkpoint import wrap_parameters
-from parallel.expert_parallel import dispatches_itself, let_experts_dispatch, plan
+from parallel.expert_parallel import let_experts_dispatch
 
 NAME = "fp8.grouped_experts"
+NO_GAIN = "emulated: high-precision products of FP8 values, to study a rule's numbers; no gain in speed"
 DEFAULT_FILTER = inspect.signature(quantize_).parameters["filter_fn"].default  # nn.Linear, also for filter_fn=None
 logger = logging.getLogger(__name__)
-
-
-def _local(w: Tensor) -> Tensor:
-    return w.to_local() if isinstance(w, DTensor) else w
-
-
-def fp8_experts_forward(
-    self: GroupedExperts, x: Tensor, num_tokens_per_expert: Tensor, routes: Routes | None = None
-) -> Tensor:
-    """Stands in for `GroupedExperts.forward`.
-
-    x [M, D] is grouped by expert, num_tokens_per_expert counts the rows of each. Under expert parallelism either
-    torchtitan has dispatched them before (local experts, groups padded with zero rows, which change no scale and no
-    gradient), or they are dispatched here, in FP8. With routes x are tokens, [T, D], and so is the result
-    (token_path.py).
-    """
-    w1, w2, w3 = _local(self.w1), _local(self.w2), _local(self.w3)
-    if routes is not None:
-        group = self.ep_group if dispatches_itself(self) else None
-        return experts_forward(x, num_tokens_per_expert, routes, (w1, w2, w3), group, w1._context)
-    if dispatches_itself(self) and self.ep_group is not None:
-        dispatch = plan(num_tokens_per_expert, self.ep_group)
-        return dispatched_mlp(x, w1, w2, w3, dispatch, w1._context).type_as(x)
-    offs = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
-    return expert_mlp(x, w1, w2, w3, offs, w1._context).type_as(x)
 
 
 def is_routed_experts(module: nn.Module, fqn: str = "") -> bool:
@@ -84,21 +60,18 @@ def _numerics_of(module: nn.Module) -> Numerics | None:
     return next((w._context for w in weights if isinstance(w, FP8ExpertWeight)), None)
 
 
-def _takes_our_forward(module: nn.Module) -> bool:
-    """Whether it runs torchtitan's forward, or ours: neither a subclass's nor one set on the module itself."""
-    forward = getattr(module.forward, "__func__", None)
-    return isinstance(module, GroupedExperts) and forward in (GroupedExperts.forward, fp8_experts_forward)
-
-
-def convert_module(module: nn.Module, numerics: Numerics, ep_dispatch: bool = False) -> None:
+def convert_module(
+    module: nn.Module, numerics: Numerics, ep_dispatch: bool = False, delayed: DelayedConfig | None = None
+) -> None:
     """Switches one expert module; does nothing if it runs with these numerics already.
 
     ep_dispatch: under expert parallelism it sends its rows itself, in FP8 (only modules with our forward can).
+    delayed: options of the recipe "delayed" (None: TransformerEngine's defaults).
 
     Raises:
-        ValueError: it was converted before with other numerics.
+        ValueError: it was converted before with other numerics, or delayed scaling cannot know its operands.
     """
-    if not _takes_our_forward(module):  # what it does with a gathered weight is not ours to know
+    if not is_one_op(module):  # what another forward does with a gathered weight is not ours to know
         numerics = replace(numerics, fp8_all_gather=False)
     if (before := _numerics_of(module)) is not None:
         if before != numerics:
@@ -108,8 +81,14 @@ def convert_module(module: nn.Module, numerics: Numerics, ep_dispatch: bool = Fa
             )
         logger.info("%s is in FP8 already (%s): left as it is.", type(module).__name__, before)
         return
+    if numerics.recipe == "delayed" and not takes_our_forward(module):
+        raise ValueError(
+            f"recipe = 'delayed' needs torchtitan's own forward of GroupedExperts, whose operands have names, and "
+            f"{type(module).__name__} has another one: use recipe = 'tensorwise', or leave it out with fqns."
+        )
+    give_state(module, numerics, 2, len(next(module.parameters())), delayed or DelayedConfig())
     wrap_parameters(module, lambda data: FP8ExpertWeight(data, numerics), stacked_weights(module))
-    if _takes_our_forward(module):
+    if takes_our_forward(module):
         module.forward = types.MethodType(fp8_experts_forward, module)
         module.ep_dispatch, module.ep_group = ep_dispatch, None
     describe = f"fp8: {numerics}"
@@ -118,10 +97,11 @@ def convert_module(module: nn.Module, numerics: Numerics, ep_dispatch: bool = Fa
 
 def _check_wires(fqn: str, module: nn.Module, config: FP8GroupedExpertsConfig) -> None:
     for option in ("fsdp_fp8_all_gather", "ep_fp8_dispatch"):
-        if getattr(config, option) == "on" and not _takes_our_forward(module):
+        if getattr(config, option) == "on" and not is_one_op(module):
+            why = "runs one expert at a time" if takes_our_forward(module) else "has another one"
             raise ValueError(
                 f"[fp8.grouped_experts] {option} = 'on' needs torchtitan's own forward of GroupedExperts, and {fqn} "
-                f"({type(module).__name__}) has another one. Set {option} = 'auto', or leave this module out with fqns."
+                f"({type(module).__name__}) {why}. Set {option} = 'auto', or leave this module out with fqns."
             )
 
 
@@ -142,12 +122,17 @@ def _too_slow(
 
 
 def convert(
-    model: nn.Module, config: FP8GroupedExpertsConfig, work: Workload | None = None, fuse: FuseTokenPath | None = None
+    model: nn.Module,
+    config: FP8GroupedExpertsConfig,
+    work: Workload | None = None,
+    fuse: FuseTokenPath | None = None,
+    delayed: DelayedConfig | None = None,
 ) -> ConversionReport:
     """Converts the routed experts of `model` that `config` selects, in place, and records what it did.
 
     work: what the job sends through them, to say or to leave out where FP8 will be slower (hopper backend).
     fuse: switches the token path around the experts that run our forward, and says what it did.
+    delayed: options of the recipe "delayed"; whoever calls this with it calls rules.attach.end_step after each step.
 
     Raises:
         ValueError: nothing matches, a shape is not supported, the backend cannot run here, or a wire that was asked for
@@ -165,17 +150,16 @@ def convert(
         if config.experts == "sequential" and isinstance(module, GroupedExperts):
             run_sequentially(module)
         _check_wires(fqn, module, config)
-        convert_module(module, numerics, ep_dispatch)
+        convert_module(module, numerics, ep_dispatch, delayed)
         for name in stacked_weights(module):
             w = getattr(module, name)
-            note = (
-                "" if _takes_our_forward(module) else f"{type(module).__name__}.forward as it is, its products in FP8"
-            )
+            note = "" if takes_our_forward(module) else f"{type(module).__name__}.forward as it is, its products in FP8"
             converted.append(
                 ConvertedWeight(f"{fqn}.{name}", tuple(w.shape), str(w.dtype).removeprefix("torch."), note)
             )
-    ours = [m for m in chosen.values() if _takes_our_forward(m)]
+    ours = [m for m in chosen.values() if is_one_op(m)]
     notes = () if fuse is None else (fuse(model, ours, numerics),)
+    notes += (NO_GAIN,) * (numerics.backend == "emulated")
     report = ConversionReport(NAME, config.recipe, numerics.backend, tuple(converted), tuple(skipped), notes)
     model.conversion_reports = [*getattr(model, "conversion_reports", []), report]
     return report
@@ -193,6 +177,7 @@ class FP8GroupedExpertsConverter:
                 "--job.custom_config_module=recipes.job_config (or job.custom_config_module in the TOML)."
             )
         self.config: FP8GroupedExpertsConfig = job_config.fp8.grouped_experts
+        self.delayed: DelayedConfig = job_config.fp8.delayed
         self.job_config, self.parallel_dims = job_config, parallel_dims
 
     @staticmethod
@@ -203,14 +188,20 @@ class FP8GroupedExpertsConverter:
     def convert(self, model: nn.Module) -> None:
         """Converts `model` in place. Called on the meta device, before any parallelism."""
         check_layout(select(model, self.config)[0], self.config, self.job_config, self.parallel_dims)
+        check_delayed(self.config.recipe, self.job_config, self.parallel_dims)
         work = workload(self.job_config, self.parallel_dims)
         dispatches = dispatches_fp8(self.config, resolve(self.config))
         fuse = token_path_of(self.job_config, self.parallel_dims, dispatches)
-        logger.info(convert(model, self.config, work, fuse).summary())
+        logger.info(convert(model, self.config, work, fuse, self.delayed).summary())
+        share_amax(model, self.parallel_dims)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Quantizes the FSDP2 shards for the next step: one all-reduce of the maxima of all experts."""
-        quantize_changed_shards(model if isinstance(model, list) else [model])
+        """Quantizes the FSDP2 shards for the next step: one all-reduce of the maxima of all experts. Ends a step of
+        delayed scaling.
+        """
+        parts = model if isinstance(model, list) else [model]
+        quantize_changed_shards(parts)
+        end_step(parts)
 
 
 @register_quantize_module_handler(FP8GroupedExpertsConfig)

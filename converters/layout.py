@@ -43,3 +43,17 @@ def check_layout(
             f"parallelism.expert_parallel_comm_backend = {comm!r} does not use it. Set ep_fp8_dispatch = 'auto', or "
             "expert_parallel_comm_backend = 'standard'."
         )
+
+
+def check_delayed(recipe: str, job_config: JobConfig, dims: ParallelDims) -> None:
+    """Refuses delayed scaling where a forward is repeated after other micro-batches' forwards have moved the scales.
+
+    Raises:
+        ValueError: the recipe is "delayed", in a pipeline with recomputation.
+    """
+    if recipe == "delayed" and dims.pp > 1 and job_config.activation_checkpoint.mode != "none":
+        raise ValueError(
+            "recipe = 'delayed' with parallelism.pipeline_parallel_degree > 1 does not go with recomputation, which "
+            "would find the scales of a later micro-batch: set activation_checkpoint.mode = 'none', or use another "
+            "recipe."
+        )

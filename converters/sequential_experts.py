@@ -1,18 +1,49 @@
 """The converter `experts.sequential`: one loop over the experts with three matmuls each, as Megatron's SequentialMLP.
 
 It exists to compare: the first public report of an FP8 gap (Megatron-LM #1152) had sequential experts. Alone it is the
-BF16 twin of `[fp8.grouped_experts] experts = "sequential"`, which does the same and runs the matmuls in FP8. Slower
+BF16 twin of `[fp8.grouped_experts] experts = "sequential"`, which calls the FP8 MLP with one expert at a time. Slower
 than grouped experts at every shape, and it waits for the host once a layer (the loop needs the group sizes).
 """
 
 import logging
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts
 
+from converters.expert_mlp import expert_mlp
+from converters.numerics import Numerics
+from converters.rules.state import DelayedState
+
 logger = logging.getLogger(__name__)
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether `run_sequentially` was called with it."""
+    return getattr(module, "sequential", False)
+
+
+def sequential_mlp(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    offs: Tensor,
+    numerics: Numerics,
+    state: DelayedState | None = None,
+    first_expert: int = 0,
+) -> Tensor:
+    """`expert_mlp`, one call an expert: the same scales, since a scale never spans two experts."""
+    ends = offs.tolist()
+    sizes = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    rows = x.split([*sizes, x.shape[0] - ends[-1]])
+    outs = []
+    for e, weights in enumerate(zip(w1.split(1), w2.split(1), w3.split(1), strict=True)):
+        one = torch.full((1,), sizes[e], dtype=torch.int32, device=x.device)
+        outs.append(expert_mlp(rows[e], *weights, one, numerics, state, first_expert + e))
+    return torch.cat([*outs, torch.zeros_like(rows[-1], dtype=outs[0].dtype)])
 
 
 def run_sequentially(module: nn.Module) -> None:
