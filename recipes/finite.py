@@ -17,7 +17,7 @@ finite gradients at the very step of a checkpoint; the next step's loss shows it
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,6 +76,7 @@ class GradientWatch:
         self._owns_plain = owns_plain
         self._counts = True  # a resumed run's first step may be one that logs
         self._original = dist_utils.clip_grad_norm_
+        self.before_clipping: Callable[[], None] | None = None  # called with all gradients there, and none clipped
         self._latest: GradNorms | None = None
         self._pending: GradNorms | None = None
 
@@ -92,6 +93,8 @@ class GradientWatch:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         indices = tuple(i for i, p in enumerate(parameters) if p.grad is not None)
         grads = [parameters[i].grad for i in indices]
+        if self.before_clipping is not None:
+            self.before_clipping()
         zeros = count_zeros(grads, owns_plain=self._owns_plain) if self._counts else None
         with _norms_kept() as found:
             total = self._original(parameters, *args, **kwargs)
@@ -99,6 +102,11 @@ class GradientWatch:
         host, ready = _to_host(total)
         self._latest = GradNorms(indices=indices, norms=norms, total=host, ready=ready, zeros=zeros)
         return total
+
+    @property
+    def latest(self) -> GradNorms | None:
+        """The norms of the step that `end_step` has not ended yet."""
+        return self._latest
 
     def end_step(self, step: int, look_now: bool, count_next: bool = False) -> None:
         """To be called once a step, after the optimizer and before a checkpoint. `count_next`: the next step logs.

@@ -18,7 +18,7 @@ from recipes.models.llama4.adapter import Llama4Adapter
 from recipes.models.llama4.attention import Llama4
 from recipes.models.llama4.published import PUBLISHED
 from recipes.models.tokenizer import checked_tokenizer
-from recipes.reporting import build_metrics_processor
+from recipes.telemetry_report import build_metrics_processor
 
 # Every GEMM dimension is a multiple of 16, which FP8 needs, and every layer is a mixture of experts, as in 17bx16e.
 FLAVORS: Mapping[str, TransformerModelArgs] = MappingProxyType(

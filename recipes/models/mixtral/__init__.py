@@ -22,7 +22,7 @@ from recipes.models.mixtral.args import MixtralModelArgs, mixtral_moe
 from recipes.models.mixtral.balance import balanced_moes
 from recipes.models.mixtral.model import Mixtral
 from recipes.models.tokenizer import checked_tokenizer
-from recipes.reporting import build_metrics_processor
+from recipes.telemetry_report import build_metrics_processor
 
 # 1.7 M parameters, 0.9 M of them active in a token; every GEMM dimension is a multiple of 16, which FP8 needs.
 _DEBUG = MixtralModelArgs(

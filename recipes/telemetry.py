@@ -1,0 +1,174 @@
+"""When is a step measured, and how do the ranks' sums become one set of figures?
+
+    forward pre-hook     of the model, before the first micro-batch of a measured step: taps open, loads are noted
+    before clipping      loads of the experts over all micro-batches (the optimizer sets torchtitan's counts to zero)
+    end of the step      two all-reduces over the world, maxima and sums; one copy to the host; figures; taps close
+
+Measured are steps 1 and 2, where a cold scale shows, and every N-th. Nothing waits for the device before the end of a
+measured step, and in between nothing is computed at all. Every rank's sample counts: with expert parallelism each has
+other experts, with data parallelism other rows; ranks that hold the same (tensor parallelism) weigh twice in both terms
+of a share. With pipeline parallelism a stage adds its own layers.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.moe.moe import MoE
+from torchtitan.tools import utils
+
+from converters.expert_weight import FP8ExpertWeight
+from converters.telemetry import Tap, claim, release
+from converters.telemetry_stats import MAXIMA, OPERAND, join
+from recipes.finite import GradNorms, clean_fqn
+from recipes.gradient_groups import NAMES, GradientGroups
+from recipes.telemetry_tags import GEMMS, GRAD_NORM, OPERANDS, ROOT, gemm_figures, load_figures, operand_figures
+
+Key = tuple[str, str]
+Loads = dict[str, dict[int, list[float]]]
+
+
+def attach_taps(model_parts: list[nn.Module]) -> list[Tap]:
+    """A tap for each FP8 weight of these models, under its name in the model."""
+    taps = []
+    for part in model_parts:
+        for fqn, parameter in part.named_parameters():
+            weight = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            if isinstance(weight, FP8ExpertWeight):
+                tap = weight.tap = Tap(clean_fqn(fqn).removesuffix(".weight"))
+                claim(weight._data, tap)
+                taps.append(tap)
+    return taps
+
+
+class Telemetry:
+    """Measures the steps of one run, on every rank. The metrics processor calls it (telemetry_report.py)."""
+
+    def __init__(
+        self, model_parts: list[nn.Module], every: int, *, owns_plain: bool, twin: Loads | None = None
+    ) -> None:
+        """every: 1 or more. owns_plain: see count_zeros. twin: loads of another run, for the rank that logs."""
+        self._every, self._twin = every, twin or {}
+        self._taps = attach_taps(model_parts)
+        modules = [(clean_fqn(fqn), m) for part in model_parts for fqn, m in part.named_modules()]
+        self._moes = {fqn: m for fqn, m in modules if isinstance(m, MoE)}
+        self._groups = GradientGroups(model_parts, owns_plain)
+        self._due, self._open = True, False  # a resumed run's first step may be one to measure
+        self._layout: tuple[list[Key], dict[str, int]] | None = None
+        self._before: dict[str, Tensor] = {}
+        self._loads: dict[str, Tensor] = {}
+        self._hooks = [part.register_forward_pre_hook(self._forward) for part in model_parts]
+
+    def due(self, step: int) -> bool:
+        """Whether `step` is measured."""
+        return step <= 2 or step % self._every == 0
+
+    def remove(self) -> None:
+        """Ends all measuring."""
+        for hook in self._hooks:
+            hook.remove()
+        self._close()
+        self._taps = []
+        release()
+
+    def _forward(self, part: nn.Module, args: Any) -> None:
+        training = part.training and torch.is_grad_enabled() and not getattr(part, "rehearsing", False)
+        if not self._due or self._open or not training:
+            return
+        self._open = True
+        self._before = {fqn: moe.tokens_per_expert.clone() for fqn, moe in self._moes.items()}
+        for tap in self._taps:
+            tap.open()
+
+    def before_clipping(self) -> None:
+        """To be called when all micro-batches are done."""
+        if self._open:
+            self._loads = {fqn: moe.tokens_per_expert - self._before[fqn] for fqn, moe in self._moes.items()}
+
+    def end_step(self, step: int, norms: GradNorms | None) -> dict[str, float] | None:
+        """To be called on every rank once a step, after the optimizer; norms: of this step's gradients.
+
+        Returns:
+            TensorBoard's tags and values, on every rank; None if the step was not measured.
+        """
+        figures = self._collect(norms, step) if self._open and self.due(step) else None
+        self._close()
+        self._due = self.due(step + 1)
+        return figures
+
+    def _close(self) -> None:
+        self._open, self._before, self._loads = False, {}, {}
+        for tap in self._taps:
+            tap.close()
+            tap.records = {}
+
+    def _records(self) -> dict[Key, Tensor]:
+        found: dict[Key, Tensor] = {}
+        for tap in self._taps:
+            for key, record in tap.records.items():
+                found[key] = join(found[key], record) if key in found else record
+        return found
+
+    def _collect(self, norms: GradNorms | None, step: int) -> dict[str, float]:
+        records, device = self._records(), torch.device(utils.device_type)
+        if self._layout is None:
+            self._layout = _agree(list(records), {fqn: len(loads) for fqn, loads in self._loads.items()})
+        keys, experts = self._layout
+        operands = [k for k in keys if k[1] in OPERANDS]
+        gemms = [k for k in keys if k[1] in GEMMS]
+        n, width = len(MAXIMA), len(OPERAND)
+        empty = torch.tensor([-torch.inf] * n + [0.0] * (width - n), dtype=torch.float64, device=device)
+        of = [records.get(k, empty) for k in operands]
+        maxima = _flat([r[:n] for r in of], device)
+        sums = [
+            *(r[n:] for r in of),
+            *(records.get(k, empty[:0].new_zeros(2)) for k in gemms),
+            *(self._loads[fqn].double() if fqn in self._loads else empty.new_zeros(E) for fqn, E in experts.items()),
+            self._groups.squares(norms, device),
+        ]
+        values = _reduced(maxima, _flat(sums, device))
+        return self._figures(operands, gemms, experts, *values, step)
+
+    def _figures(
+        self, operands: list[Key], gemms: list[Key], experts: dict[str, int], maxima: list, sums: list, step: int
+    ) -> dict[str, float]:
+        n, figures = len(MAXIMA), {}
+        largest, rest = iter(maxima), iter(sums)
+        take = lambda source, count: [next(source) for _ in range(count)]  # noqa: E731
+        for label, key in operands:
+            record = [*take(largest, n), *take(rest, len(OPERAND) - n)]
+            figures |= {f"{ROOT}{label}/{key}/{name}": v for name, v in operand_figures(record).items()}
+        for label, key in gemms:
+            figures |= {f"{ROOT}{label}/{key}/{name}": v for name, v in gemm_figures(take(rest, 2)).items()}
+        for fqn, E in experts.items():
+            found = load_figures(take(rest, E), self._twin.get(fqn, {}).get(step))
+            figures |= {f"{ROOT}{fqn}/{name}": v for name, v in found.items()}
+        squares = dict(zip(NAMES, take(rest, len(NAMES)), strict=True))
+        return figures | {f"{GRAD_NORM}{group}": square**0.5 for group, square in squares.items() if square != 0}
+
+
+def _flat(parts: list[Tensor], device: torch.device) -> Tensor:
+    return torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.float64, device=device)
+
+
+def _agree(keys: list[Key], experts: dict[str, int]) -> tuple[list[Key], dict[str, int]]:
+    """What any rank has, in the same order on all. Once a run."""
+    mine = (keys, experts)
+    if dist.is_initialized():
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, mine)
+    else:
+        everywhere = [mine]
+    moes = {fqn: E for _, theirs in everywhere for fqn, E in theirs.items()}
+    return sorted({key for theirs, _ in everywhere for key in theirs}), dict(sorted(moes.items()))
+
+
+def _reduced(maxima: Tensor, sums: Tensor) -> tuple[list[float], list[float]]:
+    """Over the ranks, on the host: the one place that waits for the device."""
+    if dist.is_initialized():
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        dist.all_reduce(sums)
+    values = torch.cat([maxima, sums]).tolist()
+    return values[: len(maxima)], values[len(maxima) :]
