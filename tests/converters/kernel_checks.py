@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from converters.backends import hopper, reference
-from converters.kernels import weights
+from converters.backends import hopper, reference, reference_tokens
+from converters.kernels import tokens, weights
 
 SIZES, M = [44, 1, 7, 0, 133, 64], 270  # uneven, empty, over a tile, 21 rows of nobody
 
@@ -157,6 +157,58 @@ def check_wgrad_hp() -> None:
     theirs = reference.gemm_wgrad_hp(a, b, reference.groups(_offs(), M), torch.float32)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert not ours[3].any()
+
+
+def _routed(T: int, k: int, D: int, absent: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [T, D], slots [T, k] of which `absent` are elsewhere, scores [M] and rows [M, D], with zeros, inf and nan."""
+    M = T * k - absent
+    slots = reference_tokens.slots_of(torch.randperm(T * k)[:M], T, k)
+    x = torch.randn(T, D) * torch.exp2(torch.randint(-20, 20, (T, 1)).float())
+    scores, rows = torch.randn(M), torch.randn(M, D).bfloat16()
+    if T > 2 and M > 2:
+        x[0], x[1, 0], x[2, 1], scores[:3] = 0, torch.inf, torch.nan, torch.tensor([0, torch.inf, torch.nan])
+    return x.bfloat16(), slots, scores, rows
+
+
+ROUTES = [(3, 1, 48, 0), (3, 3, 80, 2), (1, 8, 48, 0), (0, 2, 48, 0), (3, 2, 48, 6)]
+LONG = (2, 2, 80, 1)  # with blocks of 32 columns
+
+
+def _each_route(check: Callable[..., None]) -> None:
+    before = tokens.MAX_BLOCK
+    for route in (*ROUTES, LONG):
+        tokens.MAX_BLOCK = 32 if route is LONG else before
+        x, slots, scores, rows = _routed(*route)
+        for weighted in (None, scores):
+            check(x, slots, weighted, rows)
+    tokens.MAX_BLOCK = before
+
+
+def check_tokens_to_rows() -> None:
+    """Weighted or not, with and without dots, k 1 to 8, rows longer than a program holds."""
+
+    def check(x: Tensor, slots: Tensor, scores: Tensor | None, rows: Tensor) -> None:
+        for other in (None, rows):
+            args = x, slots, len(rows), scores, other
+            ours, theirs = tokens.to_rows(*args), reference_tokens.to_rows(*args)
+            _same(ours[0], theirs[0])
+            _same(ours[1], theirs[1])
+            torch.testing.assert_close(ours[2], theirs[2], rtol=1e-4, atol=1e-4, equal_nan=True)
+
+    _each_route(check)
+
+
+def check_rows_to_tokens() -> None:
+    """The same with and without a base."""
+
+    def check(x: Tensor, slots: Tensor, scores: Tensor | None, rows: Tensor) -> None:
+        x = x.nan_to_num(posinf=1)
+        for base, other in ((None, None), (x, None), (None, x), (x, x)):
+            args = rows, slots, torch.float32, scores, base, other
+            for ours, theirs in zip(tokens.to_tokens(*args), reference_tokens.to_tokens(*args), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+    _each_route(check)
 
 
 CHECKS: dict[str, Callable[[], None]] = {k[6:]: v for k, v in globals().items() if k.startswith("check_")}
