@@ -9,7 +9,7 @@ them has hooks.
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from converters.dense_linear import dense_linear
+from converters.dense_linear import dense_linear, dense_linear_by_key
 from converters.dense_mlp import dense_mlp
 
 PROJECTIONS = ("wq", "wk", "wv")
@@ -42,8 +42,9 @@ def _tensor_parallel(x: Tensor, w: DTensor) -> DTensor:
             "use ColwiseParallel on replicated inputs or RowwiseParallel on inputs cut along their last dim, or leave "
             "the layer out with [fp8.dense] exclude."
         )
-    local = w.to_local()
-    y = dense_linear(x.to_local(grad_placements=[plan[1]]), [local], local._context)[0]
+    # Not from to_local(): torch.compile knows no object that a tensor made inside the graph brings along.
+    key = w._local_tensor._context.key
+    y = dense_linear_by_key(x.to_local(grad_placements=[plan[1]]), [w.to_local()], key)[0]
     return DTensor.from_local(y, w.device_mesh, [plan[2]], run_check=False)
 
 

@@ -19,6 +19,7 @@ from converters.backends.reference import FP8, QuantizedWeight
 from converters.gathered_weight import FP8GatheredWeight
 from converters.numerics import Numerics
 from converters.scaling import compute_dtype, op_key, wgrad
+from converters.telemetry_mlp import gemm_backward, gemm_forward
 from converters.weight_cache import quantized
 
 
@@ -52,7 +53,9 @@ def _forward(
     w = dense_weight(weights, scale, n, backward=False)
     x8, sx = backend.quantize_rows(x)
     groups = one_group(n.backend, x.shape[0], x.device)
-    return backend.gemm_rows(x8, sx, w.q, w.scale, groups, dtype, n.accumulate), x8, sx
+    y = backend.gemm_rows(x8, sx, w.q, w.scale, groups, dtype, n.accumulate)
+    gemm_forward([(part.unsqueeze(0), scale) for part in weights], w, groups.offs, x, (x8, sx), y)
+    return y, x8, sx
 
 
 @_forward.register_fake
@@ -87,7 +90,10 @@ def _backward(
     w = dense_weight(weights, scale, n, backward=True)
     dx = backend.gemm_rows(g8, sg, w.q_t, w.scale_t, groups, x_dtype, n.accumulate)
     del w
-    return dx, wgrad((g8, sg, g), (x8, sx, x), groups, w_dtype, n).squeeze(0)
+    dw = wgrad((g8, sg, g), (x8, sx, x), groups, w_dtype, n)
+    parts, dws = [(part.unsqueeze(0), scale) for part in weights], list(dw.split([len(w) for w in weights], dim=1))
+    gemm_backward(parts, groups.offs, g, (g8, sg), sx, dx, dws)
+    return dx, dw.squeeze(0)
 
 
 @_backward.register_fake
@@ -143,8 +149,12 @@ def dense_linear(x: Tensor, weights: list[Tensor], numerics: Numerics) -> list[T
     if x.dim() < 1 or any(w.dim() != 2 or w.shape[1] != K for w in weights):
         shapes = ", ".join(str(tuple(t.shape)) for t in (x, *weights))
         raise ValueError(f"dense_linear takes x [..., K] and weights [N, K]; got {shapes}.")
-    key, dtype = op_key(numerics, *weights), compute_dtype(x)
-    rows = x.reshape(x.shape[:-1].numel(), K).contiguous()
-    y = _forward(rows, weights, gathered_scale(weights), key, dtype)[0]
+    return dense_linear_by_key(x, weights, op_key(numerics, *weights))
+
+
+def dense_linear_by_key(x: Tensor, weights: list[Tensor], key: str) -> list[Tensor]:
+    """`dense_linear`, its numerics as the key that `op_key` makes of them and the weights."""
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+    y = _forward(rows, weights, gathered_scale(weights), key, compute_dtype(x))[0]
     y = y.view(*x.shape[:-1], y.shape[1])
     return [y] if len(weights) == 1 else list(y.split([w.shape[0] for w in weights], dim=-1))

@@ -11,6 +11,8 @@ from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols import BaseModelArgs
 
 from converters.config import FP8Config, FP8GroupedExpertsConfig
+from converters.delayed_config import DelayedConfig
+from converters.dense_config import FP8DenseConfig
 from recipes import job_config as sections
 from recipes.models.llama4.args import Llama4Args
 from recipes.models.mixtral.args import MixtralModelArgs, mixtral_moe
@@ -78,6 +80,8 @@ class Row:
     etp: int = 1
     model: str = "four_experts"
     fp8: FP8GroupedExpertsConfig | None = None
+    dense: FP8DenseConfig | None = None
+    delayed: DelayedConfig = DelayedConfig()
     steps: int = STEPS
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -87,6 +91,9 @@ class Row:
 
     def with_fp8(self, **config: Any) -> "Row":
         return replace(self, fp8=FP8GroupedExpertsConfig(backend="reference", **config))
+
+    def with_dense(self, **config: Any) -> "Row":
+        return replace(self, dense=FP8DenseConfig(backend="reference", **config))
 
     @property
     def flavor(self) -> str:
@@ -134,6 +141,7 @@ class Row:
             if not hasattr(getattr(job, section), key):
                 raise ValueError(f"{name} is no job-config value.")
             setattr(getattr(job, section), key, value)
-        if self.fp8 is not None:
-            job.model.converters, job.fp8 = ["fp8.grouped_experts"], FP8Config(self.fp8)
+        chosen = {"grouped_experts": self.fp8, "dense": self.dense}
+        given = {name: section for name, section in chosen.items() if section is not None}
+        job.model.converters, job.fp8 = [f"fp8.{name}" for name in given], FP8Config(**given, delayed=self.delayed)
         return job
