@@ -1,0 +1,208 @@
+"""The runs of a parity test: which command each arm is, and how several of them share one GPU and a time budget.
+
+A small model leaves a GPU idle between its launches, so several runs go at once, each a process of its own. A run that
+would not end within the budget is asked to save (recipes/trainer.py), and the next call goes on from there.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Slow first, so that no long run starts last: rowwise and delayed have emulated parts.
+BY_COST = ("delayed", "rowwise", "blockwise", "tensorwise", "tokenwise", "bf16")
+DONE = "done.json"
+LOG = "log.txt"
+POLL_SECONDS = 0.5
+SAY_SECONDS = 30
+# From the end of the budget: runs that will not make it are asked to save; the last of them are killed; no new ones.
+SAVE_SECONDS, KILL_SECONDS, START_SECONDS = 45, 5, 100
+_STEP = re.compile(r"step: +(\d+) .*?loss: +([\d.]+|nan|inf)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One run: a model (the stem of two twin recipes), a scale rule or bf16, and a seed of weights and data order."""
+
+    model: str
+    recipe: str
+    seed: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        """As in `mixtral_300m tokenwise:1`."""
+        return f"{self.model} {self.recipe}:{self.seed}"
+
+    def home(self, folder: Path) -> Path:
+        """Its dump folder."""
+        return folder / f"{self.model}_{self.recipe}_{self.seed}"
+
+    def command(self, folder: Path, extra: Sequence[str]) -> list[str]:
+        """What a user would type to make this run alone."""
+        bf16 = self.recipe == "bf16"
+        return [
+            *("python", "train.py", f"--job.config_file=recipes/{self.model}_{'bf16' if bf16 else 'fp8'}.toml"),
+            *([] if bf16 else [f"--fp8.grouped_experts.recipe={self.recipe}"]),
+            *(f"--debug.seed={self.seed}", f"--data.shuffle_seed={self.seed}"),
+            f"--job.dump_folder={self.home(folder)}",
+            # Saved when asked to (see recipes/trainer.py) and at the end, never in between.
+            *("--checkpoint.enable", "--checkpoint.interval=1000000", "--metrics.disable_color_printing"),
+            *extra,
+        ]
+
+    def is_done(self, folder: Path) -> bool:
+        """Whether an earlier call finished it."""
+        return (self.home(folder) / DONE).is_file()
+
+
+def parse_arms(models: str, arms: str, extra: Sequence[str]) -> list[Arm]:
+    """`mixtral_300m,llama4_300m` and `bf16:1,tokenwise:1` -> every arm of every model, slow rules first.
+
+    `extra`: the further arguments of every run, which may change its number of steps.
+
+    Raises:
+        ValueError: a model without twin recipes, or an arm that is not RULE:SEED.
+    """
+    for model in models.split(","):
+        if missing := [p for t in ("bf16", "fp8") if not (p := Path(f"recipes/{model}_{t}.toml")).is_file()]:
+            raise ValueError(f"Model {model!r} has no {missing[0]} (from {Path.cwd()}): give the stem of two twins.")
+    if wrong := [arm for arm in arms.split(",") if not re.fullmatch(r"\w+:\d+", arm)]:
+        raise ValueError(f"Arm {wrong[0]!r} is not RULE:SEED, such as bf16:1 or tokenwise:1.")
+    pairs = sorted((arm.split(":") for arm in arms.split(",")), key=lambda pair: _cost(pair[0]))
+    steps = {model: steps_of(model, extra) for model in models.split(",")}
+    return [Arm(model=m, recipe=rule, seed=int(seed), steps=n) for rule, seed in pairs for m, n in steps.items()]
+
+
+def steps_of(model: str, extra: Sequence[str]) -> int:
+    """Training steps of a model's runs: the recipe's, or what `--training.steps=N` says instead."""
+    given = [arg.split("=", 1)[1] for arg in extra if arg.startswith("--training.steps=")]
+    if given:
+        return int(given[-1])
+    return tomllib.loads(Path(f"recipes/{model}_bf16.toml").read_text())["training"]["steps"]
+
+
+def _cost(rule: str) -> int:
+    return BY_COST.index(rule) if rule in BY_COST else -1
+
+
+@dataclass(kw_only=True)
+class Running:
+    """A started arm; `seen` are (seconds, step) of its first and its last logged step beyond compilation."""
+
+    arm: Arm
+    home: Path
+    process: subprocess.Popen
+    asked: bool = False
+    loss: str = ""
+    seen: list[tuple[float, int]] = field(default_factory=list)
+
+    def look(self, now: float) -> None:
+        """Reads the end of its log."""
+        with open(self.home / LOG, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 20_000))
+            found = _STEP.findall(log.read().decode(errors="replace"))
+        if found and (not self.seen or int(found[-1][0]) > self.seen[-1][1]):
+            self.loss = found[-1][1]
+            # The first line holds compilation: the speed is taken from the second on.
+            self.seen = [*self.seen[:1], (now, int(found[-1][0]))] if int(found[-1][0]) > 1 else []
+
+    @property
+    def step(self) -> int:
+        """Last logged step, 0 before the first."""
+        return self.seen[-1][1] if self.seen else 0
+
+    def seconds_left(self) -> float:
+        """Until its last step at the speed so far; infinite while that is unknown."""
+        if len(self.seen) < 2:
+            return float("inf")
+        (start, first), (now, last) = self.seen[0], self.seen[-1]
+        return (self.arm.steps - last) * (now - start) / (last - first)
+
+
+def run_arms(
+    arms: Sequence[Arm],
+    folder: Path,
+    *,
+    jobs: int,
+    seconds: float,
+    extra: Sequence[str],
+    say: Callable[[str], None],
+) -> dict[Arm, str]:
+    """Runs the arms that are not done, `jobs` at a time, for at most `seconds`. Returns what became of each.
+
+    "done", "stopped" (goes on in the next call), "waiting" (not started) or the reason of a failure.
+    """
+    begin, said = time.monotonic(), 0.0
+    fate = {arm: "done" if arm.is_done(folder) else "waiting" for arm in arms}
+    waiting = [arm for arm in arms if fate[arm] == "waiting"]
+    running: list[Running] = []
+    try:
+        while True:
+            now = time.monotonic() - begin
+            while waiting and len(running) < jobs and seconds - now > START_SECONDS:
+                running.append(_start(waiting.pop(0), folder, jobs, extra))
+                say(f"[{now:4.0f} s] {running[-1].arm.name}: started")
+            if not running:
+                return fate
+            time.sleep(POLL_SECONDS)
+            _keep_to_budget(running, now, seconds)
+            for run in [r for r in running if r.process.poll() is not None]:
+                running.remove(run)
+                fate[run.arm] = _finish(run, folder, extra)
+                say(f"[{now:4.0f} s] {run.arm.name}: {fate[run.arm]} after step {run.step}, loss {run.loss}")
+            if now - said >= SAY_SECONDS:
+                said = now
+                say(f"[{now:4.0f} s] " + " | ".join(f"{r.arm.name} {r.step}/{r.arm.steps} {r.loss}" for r in running))
+    finally:
+        for run in running:
+            os.killpg(run.process.pid, signal.SIGKILL)
+
+
+def _start(arm: Arm, folder: Path, jobs: int, extra: Sequence[str]) -> Running:
+    home = arm.home(folder)
+    home.mkdir(parents=True, exist_ok=True)
+    # A last checkpoint of a run that was killed before its last evaluation holds weights only: nothing can go on there.
+    shutil.rmtree(home / "checkpoint" / f"step-{arm.steps}", ignore_errors=True)
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    env = os.environ | {
+        "OMP_NUM_THREADS": threads,
+        "TORCHINDUCTOR_COMPILE_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [sys.executable, *arm.command(folder, extra)[1:]]
+    with open(home / LOG, "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    return Running(arm=arm, home=home, process=process)
+
+
+def _keep_to_budget(running: Sequence[Running], now: float, seconds: float) -> None:
+    """Asks those to save that will not end in time, and kills what is left at the very end."""
+    for run in running:
+        run.look(now)
+        if seconds - now < KILL_SECONDS:
+            os.killpg(run.process.pid, signal.SIGKILL)
+        elif seconds - now < SAVE_SECONDS and not run.asked and now + run.seconds_left() > seconds - 2 * KILL_SECONDS:
+            run.process.send_signal(signal.SIGTERM)
+            run.asked = True
+
+
+def _finish(run: Running, folder: Path, extra: Sequence[str]) -> str:
+    run.look(0.0)  # what it logged last
+    code = run.process.returncode
+    if code == 0 and run.step >= run.arm.steps:
+        shutil.rmtree(run.home / "checkpoint", ignore_errors=True)
+        (run.home / DONE).write_text(json.dumps({"command": run.arm.command(folder, extra)}) + "\n")
+        return "done"
+    if code == 0 or (run.asked and code in (-signal.SIGTERM, -signal.SIGKILL)):
+        return "stopped"
+    tail = "\n".join((run.home / LOG).read_text(errors="replace").splitlines()[-15:])
+    return f"failed with exit code {code}\n{tail}\n"

@@ -1,0 +1,158 @@
+"""A parity test of two small arms, what its JSON says, and a run that SIGTERM ends and that goes on."""
+
+import itertools
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from recipes import parity
+from recipes.parity_plot import plot_parity
+from recipes.parity_results import collect, thinned
+from recipes.parity_runs import DONE, Arm
+from recipes.runs import TAGS, read_run
+
+ROOT = Path(__file__).parents[2]
+EXTRA = (
+    *("--training.steps=6", "--training.local_batch_size=2", "--training.seq_len=64", "--metrics.log_freq=1"),
+    *("--validation.steps=2", "--validation.local_batch_size=2", "--validation.seq_len=64", "--validation.freq=3"),
+)
+
+
+@pytest.fixture(scope="module")
+def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a whole small test: Mixtral's debug model in BF16 and in FP8, at once."""
+    folder = tmp_path_factory.mktemp("parity")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.delenv("RANK", raising=False)
+        arguments = ["--models=mixtral", "--arms=bf16:3,tokenwise:3", "--jobs=2", f"--folder={folder}"]
+        assert parity.main([*arguments, f"--out={folder / 'parity.json'}", "--", *EXTRA]) == 0
+    return folder
+
+
+def test_json_has_every_run_and_a_verdict(parted: Path) -> None:
+    found = json.loads((parted / "parity.json").read_text())
+    assert {"date", "gpu", "versions", "command"} <= set(found["environment"])
+    assert found["environment"]["command"].startswith("python -m recipes.parity ")
+    bf16, fp8 = found["runs"]
+    assert (bf16["name"], fp8["name"]) == ("mixtral bf16:3", "mixtral tokenwise:3")
+    for run in found["runs"]:
+        assert (run["model"], run["seed"], run["steps"], run["tokens"]) == ("mixtral", 3, 6, 6 * 2 * 64)
+        assert [step for step, _ in run["curve"]] == [1, 2, 3, 4, 5, 6]
+        assert [step for step, _ in run["val_curve"]] == [1, 3, 6]
+        assert 6 < run["final_test_loss"] < 9
+        assert run["final_val_loss"] == pytest.approx(run["val_curve"][-1][1], abs=1e-5)
+    assert bf16["curve"][0][1] == pytest.approx(fp8["curve"][0][1], abs=1e-3), "weights and data of the same seed"
+    verdict = found["verdicts"][0]
+    assert verdict["gap"] == pytest.approx(fp8["final_val_loss"] - bf16["final_val_loss"], abs=1e-5)
+    assert (verdict["gap_to_same_seed"], verdict["band"]) == (verdict["gap"], None)
+    assert (parted / "parity_mixtral.png").read_bytes().startswith(b"\x89PNG")
+
+
+def train(arm: Arm, folder: Path, stop_at: int = -1) -> str:
+    """Runs one arm, with SIGTERM once it has logged step `stop_at`; its output."""
+    command, output = [sys.executable, *arm.command(folder, EXTRA)[1:]], ""
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            output += line
+            if re.search(rf"step: +{stop_at} +loss", line):
+                process.send_signal(signal.SIGTERM)
+    assert process.returncode == 0, output
+    return output
+
+
+def test_sigterm_saves_and_the_same_command_goes_on_bit_for_bit(
+    parted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mixtral: torchtitan counts validation's tokens into Llama4's balancing and saves no counts, so a run of it that is
+    stopped at a validation goes on with another bias.
+    """
+    monkeypatch.delenv("RANK", raising=False)
+    arm = Arm(model="mixtral", recipe="tokenwise", seed=3, steps=6)
+    step = int(re.search(r"Stopped by SIGTERM after step (\d+)", train(arm, tmp_path, stop_at=2))[1])
+    assert 2 <= step < 6
+    assert f"Training starts at step {step + 1}" in train(arm, tmp_path)
+    for tag in (TAGS["loss"], TAGS["val_loss"], TAGS["test_loss"], TAGS["grad_norm"]):
+        whole, cut = (read_run(arm.home(folder)).series(tag) for folder in (parted, tmp_path))
+        assert whole == cut
+
+
+# The numbers, from runs that nobody trained
+
+
+def record(arm: Arm, folder: Path, val: list[float], norm: float) -> Arm:
+    """Writes a finished run of validation losses at steps 10, 20, ... and gradient norms `norm`, but 1 at first."""
+    home = arm.home(folder)
+    writer = SummaryWriter(str(home / "tb" / "a"))
+    for i, loss in enumerate(val):
+        step = 10 * (i + 1)
+        writer.add_scalar(TAGS["val_loss"], loss, step)
+        writer.add_scalar(TAGS["loss"], loss + 0.5, step)
+        writer.add_scalar(TAGS["grad_norm"], norm if i else 1.0, step)
+        writer.add_scalar(TAGS["tokens_per_second"], 1000.0 * step, step)
+        writer.add_scalar(TAGS["memory_gib"], 2.0, step)
+    writer.close()
+    (home / "run.json").write_text('{"schema": 1, "data": {"global_batch_size": 4, "seq_len": 8}}')
+    (home / DONE).write_text("{}")
+    return arm
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> list[Arm]:
+    runs = {
+        ("bf16", 1): ([5.0, 4.0, 3.0, 2.00], 1.0),
+        ("bf16", 2): ([5.0, 4.3, 3.1, 2.02], 1.1),
+        ("tokenwise", 1): ([5.0, 4.0, 3.0, 2.05], 1.2),
+        ("delayed", 2): ([5.0, 4.5, 3.4, 2.40], 0.5),
+    }
+    return [record(Arm(model="m", recipe=r, seed=s, steps=40), tmp_path, *of) for (r, s), of in runs.items()]
+
+
+def test_verdicts_hold_the_gap_against_the_band_of_bf16(recorded: list[Arm], tmp_path: Path) -> None:
+    """Mean 2.01. The band is the seeds' largest spread since half of the run: 0.3 at step 20."""
+    delayed, tokenwise = collect(recorded, tmp_path)["verdicts"]
+    assert tokenwise["gap"] == pytest.approx(0.04, abs=1e-5)
+    assert tokenwise["gap_to_same_seed"] == pytest.approx(0.05, abs=1e-5)
+    assert tokenwise["band"] == pytest.approx(0.3, abs=1e-5)
+    assert tokenwise["verdict"] == "same"
+    assert tokenwise["line"] == "m tokenwise:1 - BF16 mean = +0.0400 at step 40, band 0.3000: same (validation loss)"
+    assert (delayed["gap"], delayed["verdict"]) == (pytest.approx(0.39, abs=1e-5), "worse")
+
+
+def test_gradient_norms_are_held_against_the_same_seed(recorded: list[Arm], tmp_path: Path) -> None:
+    """Two logged steps a window; the first window has (1 + norm) / 2 in it, the others norm."""
+    runs = {run["name"]: run["grad_norm_ratio"] for run in collect(recorded, tmp_path)["runs"]}
+    assert runs["m bf16:1"] is None
+    assert runs["m bf16:2"]["ratio"] == pytest.approx(1.1, abs=1e-4)
+    assert runs["m tokenwise:1"] == {"ratio": 1.2, "step": 30, "window": 2, "against": "m_bf16_1"}
+    assert runs["m delayed:2"]["ratio"] == pytest.approx(0.5 / 1.1, abs=1e-4)
+
+
+def test_runs_that_are_not_done_are_left_out(recorded: list[Arm], tmp_path: Path) -> None:
+    (recorded[0].home(tmp_path) / DONE).unlink()
+    found = collect(recorded, tmp_path)
+    assert [run["name"] for run in found["runs"]] == ["m bf16:2", "m delayed:2", "m tokenwise:1"]
+    assert {verdict["band"] for verdict in found["verdicts"]} == {None}
+    (recorded[1].home(tmp_path) / DONE).unlink()
+    assert collect(recorded, tmp_path)["verdicts"] == []
+    assert all(run["grad_norm_ratio"] is None for run in collect(recorded, tmp_path)["runs"])
+
+
+def test_pictures_are_drawn_of_whatever_is_there(recorded: list[Arm], tmp_path: Path) -> None:
+    for arms in (recorded, recorded[:1], recorded[2:]):
+        found = {"environment": parity.environment(1), **collect(arms, tmp_path)}
+        plot_parity(found, "m", tmp_path / "m.png")
+        assert (tmp_path / "m.png").stat().st_size > 10_000
+
+
+def test_thinned_curves_keep_the_last_step() -> None:
+    points = thinned({step: float(step) for step in range(1, 1001)})
+    assert len(points) == 200
+    assert points[-1] == [1000, 1000.0]
+    assert len({b[0] - a[0] for a, b in itertools.pairwise(points)}) == 1
