@@ -12,10 +12,11 @@ class FP8DenseConfig:
     `[fp8.grouped_experts]` mean what they mean there.
     """
 
-    recipe: Literal["tokenwise"] = "tokenwise"
+    recipe: Literal["tokenwise", "tensorwise", "blockwise", "delayed"] = "tokenwise"
     """
     Scale rule. tokenwise: one scale a token for activations and gradients, one scale for the weights of a GEMM (wq, wk
-    and wv are one GEMM, and so are w1 and w3), and the weight gradient re-scaled from the same FP8 bytes.
+    and wv are one GEMM, and so are w1 and w3), and the weight gradient re-scaled from the same FP8 bytes. The others:
+    for studying, emulated, no gain in speed, and not under tensor parallelism; see `[fp8.grouped_experts]`.
     """
 
     fqns: list[str] = field(default_factory=list)
@@ -28,8 +29,8 @@ class FP8DenseConfig:
     exclude: list[str] = field(default_factory=list)
     """Patterns of what stays in BF16, though `fqns` would pick it. One that matches nothing is an error."""
 
-    backend: Literal["auto", "reference", "hopper"] = "auto"
-    """auto: hopper where it can run, else reference. reference: plain torch, any device. hopper: Triton on sm90."""
+    backend: Literal["auto", "reference", "hopper", "emulated"] = "auto"
+    """As in `[fp8.grouped_experts]`: hopper and reference are for tokenwise, emulated is for the other rules."""
 
     skip_first_layers: int = 0
     """Leave the first N transformer layers in BF16."""
@@ -66,6 +67,10 @@ class FP8DenseConfig:
             if get_origin(f.type) is Literal and value not in choices:
                 allowed = ", ".join(map(repr, choices))
                 raise ValueError(f"[{SECTION}] {f.name} = {value!r} is unknown: choose one of {allowed}.")
+        if self.backend != "auto" and (self.backend == "emulated") != (self.recipe != "tokenwise"):
+            raise ValueError(
+                f"[{SECTION}] recipe = {self.recipe!r} has no backend {self.backend!r}: set backend = 'auto'."
+            )
         for name in ("skip_first_layers", "skip_last_layers"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -17,23 +17,31 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
 from converters.capability import resolve, torchao_problem
+from converters.delayed_config import DelayedConfig
 from converters.dense_break_even import RESULTS, DenseWork, dense_work, load_measured, too_small
 from converters.dense_config import FP8DenseConfig
 from converters.dense_forwards import attention_forward, linear_forward, swiglu_forward
+from converters.dense_ruled import convert_ruled
 from converters.dense_selection import Unit, select
 from converters.gathered_weight import JOINED, quantize_changed_shards
 from converters.linear_weight import FP8LinearWeight
 from converters.numerics import Numerics
+from converters.rules.attach import end_step
 from converters.selection import ALIGNMENT, ConversionReport, ConvertedWeight, SkippedModule
 from parallel.checkpoint import wrap_parameters
 
 NAME = "fp8.dense"
 NOTES = {"mlp": "w1, w2, w3: one op", "qkv": "wq, wk, wv: one op", "linear": ""}
+DEFAULTS = DelayedConfig()
 INPUTS_CUT = ("wo", "w2")  # by torchtitan's plans for tensor parallelism; the others' outputs are
 logger = logging.getLogger(__name__)
 
 
-def _convert_unit(unit: Unit, numerics: Numerics) -> None:
+def _convert_unit(unit: Unit, numerics: Numerics, delayed: DelayedConfig) -> None:
+    if numerics.backend == "emulated":
+        for layer in unit.layers.values():
+            convert_ruled(layer, numerics, delayed)
+        return
     for layer in unit.layers.values():
         wrap_parameters(layer, lambda data: FP8LinearWeight(data, numerics), ["weight"])
         layer.forward = types.MethodType(linear_forward, layer)
@@ -92,10 +100,16 @@ def _too_small(units: list[Unit], config: FP8DenseConfig, work: DenseWork) -> li
     return [SkippedModule(name, f"too small: {why}") for fqn, why in slow.items() if keep for name in layers[fqn]]
 
 
-def convert_dense(model: nn.Module, config: FP8DenseConfig, work: DenseWork | None = None) -> ConversionReport:
+def convert_dense(
+    model: nn.Module,
+    config: FP8DenseConfig,
+    work: DenseWork | None = None,
+    delayed: DelayedConfig = DEFAULTS,
+) -> ConversionReport:
     """Converts the linear layers of `model` that `config` selects, in place, and records what it did.
 
     work: what the job sends through them, to leave out what is too small for FP8 (hopper backend).
+    delayed: options of the recipe "delayed"; whoever calls this with it calls rules.attach.end_step after each step.
 
     Raises:
         ValueError: nothing matches, a shape is not supported, or the backend cannot run here.
@@ -109,13 +123,13 @@ def convert_dense(model: nn.Module, config: FP8DenseConfig, work: DenseWork | No
     converted = []
     if not _in_fp8(units, numerics):
         for unit in units:
-            _convert_unit(unit, numerics)
+            _convert_unit(unit, numerics, delayed)
             converted += [
                 ConvertedWeight(
                     f"{fqn}.weight",
                     tuple(layer.weight.shape),
                     str(layer.weight.dtype).removeprefix("torch."),
-                    NOTES[unit.kind],
+                    "" if numerics.backend == "emulated" else NOTES[unit.kind],
                 )
                 for fqn, layer in unit.layers.items()
             ]
@@ -128,9 +142,14 @@ def check_layout(units: list[Unit], config: FP8DenseConfig, job_config: JobConfi
     """Refuses layouts that FP8 linear layers cannot run in.
 
     Raises:
-        ValueError: tensor parallelism cuts a weight into parts that no FP8 GEMM reads, or the FP8 all-gather was asked
-            for by name and cannot be.
+        ValueError: tensor parallelism cuts a weight into parts that no FP8 GEMM reads, or meets an emulated rule; the
+            FP8 all-gather was asked for by name and cannot be.
     """
+    if dims.tp > 1 and config.recipe != "tokenwise":
+        raise ValueError(
+            f"[fp8.dense] recipe = {config.recipe!r} does not go with parallelism.tensor_parallel_degree = {dims.tp}: "
+            "its scales would be those of a rank's part of a layer. Use recipe = 'tokenwise'."
+        )
     for fqn, layer in ((fqn, layer) for unit in units for fqn, layer in unit.layers.items()):
         dim = 1 if fqn.rpartition(".")[2] in INPUTS_CUT else 0
         shape = tuple(layer.weight.shape)
@@ -159,6 +178,7 @@ class FP8DenseConverter:
                 "--job.custom_config_module=recipes.job_config (or job.custom_config_module in the TOML)."
             )
         self.config: FP8DenseConfig = job_config.fp8.dense
+        self.delayed: DelayedConfig = job_config.fp8.delayed
         self.job_config, self.parallel_dims = job_config, parallel_dims
 
     @staticmethod
@@ -170,8 +190,13 @@ class FP8DenseConverter:
         """Converts `model` in place. Called on the meta device, before any parallelism."""
         check_layout(select(model, self.config)[0], self.config, self.job_config, self.parallel_dims)
         work = dense_work(self.job_config, self.parallel_dims)
-        logger.info(convert_dense(model, self.config, work).summary())
+        logger.info(convert_dense(model, self.config, work, self.delayed).summary())
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Quantizes the FSDP2 shards for the next step: one all-reduce of the maxima of all FP8 weights."""
-        quantize_changed_shards(model if isinstance(model, list) else [model])
+        """Quantizes the FSDP2 shards for the next step: one all-reduce of the maxima of all FP8 weights.
+
+        Delayed scales: a step is over.
+        """
+        parts = model if isinstance(model, list) else [model]
+        quantize_changed_shards(parts)
+        end_step(parts)
