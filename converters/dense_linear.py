@@ -1,11 +1,13 @@
-"""Linear layers in FP8, one or several on the same input, as one differentiable op: wq, wk and wv are one GEMM.
+"""Linear layers in FP8, one or several on the same input, as one differentiable op: wq, wk and wv of an attention.
 
-    forward   x8 [T, K], sx [T]  @  W8^T [K, N]            ->  y  [T, N]      W: weights [N_i, K], joined along N
-    dgrad     g8 [T, N], sg [T]  @  W8                     ->  dx [T, K]
-    wgrad     g^T                @  x                      ->  dW [N, K], of which each weight's gradient is a view
+    forward   x8 [T, K], sx [T]  @  W8_i^T [K, N_i]        ->  y_i [T, N_i]
+    dgrad     g8 [T, N], sg [T]  @  W8                     ->  dx  [T, K]     W: weights [N_i, K], joined along N
+    wgrad     g^T                @  x                      ->  dW  [N, K], of which each weight's gradient is a view
 
-That is one group of all rows, so the backends' grouped GEMMs compute it. Saved for backward: x in FP8, once for all
-layers. The weights stay parameters [N_i, K] of their own; what is quantized from them is kept in weight_cache.py.
+All rows are one group, so the backends' grouped GEMMs compute it. x is quantized once and saved in FP8, once for all
+layers; the joined gradient g = (g_1, g_2, ...) is quantized once. The outputs are tensors of their own, not views of
+one: attention keeps v for its backward, and a view of it would keep the space of q and k too. The weights stay
+parameters [N_i, K] of their own; what is quantized from them is kept in weight_cache.py.
 """
 
 from functools import lru_cache
@@ -46,28 +48,30 @@ def gathered_scale(weights: list[Tensor]) -> Tensor | None:
 @torch.library.custom_op("titan_moe_fp8::dense_linear", mutates_args=())
 def _forward(
     x: Tensor, weights: list[Tensor], scale: Tensor | None, numerics: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> y [T, N], and for backward x8 [T, K], sx [T]."""
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """-> y_i [T, N_i] of each weight, and for backward x8 [T, K], sx [T]."""
     n = Numerics.parse(numerics)
     backend = get_backend(n.backend)
-    w = dense_weight(weights, scale, n, backward=False)
     x8, sx = backend.quantize_rows(x)
     groups = one_group(n.backend, x.shape[0], x.device)
-    y = backend.gemm_rows(x8, sx, w.q, w.scale, groups, dtype, n.accumulate)
-    gemm_forward([(part.unsqueeze(0), scale) for part in weights], w, groups.offs, x, (x8, sx), y)
-    return y, x8, sx
+    parts = [(w.unsqueeze(0), scale) for w in weights]
+    if scale is not None:  # gathered in FP8: not joined, the parts serve as they are
+        joined, w8 = None, parts
+    else:
+        joined = quantized(weights, n, backward=False)
+        w8 = [(q, joined.scale) for q in joined.q.split([len(w) for w in weights], dim=1)]
+    ys = [backend.gemm_rows(x8, sx, *part, groups, dtype, n.accumulate) for part in w8]
+    gemm_forward(parts, joined, groups.offs, x, (x8, sx), ys)
+    return ys, x8, sx
 
 
 @_forward.register_fake
 def _(
     x: Tensor, weights: list[Tensor], scale: Tensor | None, numerics: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    T, N = x.shape[0], sum(w.shape[0] for w in weights)
-    return (
-        x.new_empty((T, N), dtype=dtype),
-        x.new_empty(x.shape, dtype=FP8),
-        x.new_empty(T, dtype=torch.float32),
-    )
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    T = x.shape[0]
+    outs = [x.new_empty((T, w.shape[0]), dtype=dtype) for w in weights]
+    return outs, x.new_empty(x.shape, dtype=FP8), x.new_empty(T, dtype=torch.float32)
 
 
 @torch.library.custom_op("titan_moe_fp8::dense_linear_backward", mutates_args=())
@@ -116,14 +120,12 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     keep_x = x if Numerics.parse(numerics).wgrad_from_hp else None
     ctx.save_for_backward(keep_x, *output[1:], scale, *weights)
     ctx.numerics, ctx.dtypes = numerics, (x.dtype, weights[0].dtype)
-    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | list[Tensor | None] | None, ...]:
+def _gradients(ctx: Any, gs: list[Tensor], *unused: Tensor) -> tuple[Tensor | list[Tensor] | None, ...]:
     keep_x, x8, sx, scale, *weights = ctx.saved_tensors
-    if g is None:
-        return None, [None] * len(weights), None, None, None
-    dx, dw = _backward(g.contiguous(), keep_x, x8, sx, weights, scale, ctx.numerics, *ctx.dtypes)
+    g = gs[0].contiguous() if len(gs) == 1 else torch.cat(gs, dim=1)
+    dx, dw = _backward(g, keep_x, x8, sx, weights, scale, ctx.numerics, *ctx.dtypes)
     return dx, list(dw.split([w.shape[0] for w in weights])), None, None, None
 
 
@@ -139,8 +141,7 @@ def dense_linear(x: Tensor, weights: list[Tensor], numerics: Numerics) -> list[T
         numerics: scale rule, backend, precision of the weight gradient.
 
     Returns:
-        [..., N_i] each, in x's dtype or autocast's: views of one tensor [..., N]. Weight gradients have the weights'
-        dtype, and are views of one tensor too.
+        [..., N_i] each, in x's dtype or autocast's. Weight gradients have the weights' dtype, as views of one tensor.
 
     Raises:
         ValueError: shapes that do not belong together.
@@ -155,6 +156,5 @@ def dense_linear(x: Tensor, weights: list[Tensor], numerics: Numerics) -> list[T
 def dense_linear_by_key(x: Tensor, weights: list[Tensor], key: str) -> list[Tensor]:
     """`dense_linear`, its numerics as the key that `op_key` makes of them and the weights."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
-    y = _forward(rows, weights, gathered_scale(weights), key, compute_dtype(x))[0]
-    y = y.view(*x.shape[:-1], y.shape[1])
-    return [y] if len(weights) == 1 else list(y.split([w.shape[0] for w in weights], dim=-1))
+    ys = _forward(rows, weights, gathered_scale(weights), key, compute_dtype(x))[0]
+    return [y.view(*x.shape[:-1], y.shape[1]) for y in ys]
