@@ -70,8 +70,8 @@ def train(arm: Arm, folder: Path, stop_at: int = -1) -> str:
 def test_sigterm_saves_and_the_same_command_goes_on_bit_for_bit(
     parted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mixtral: torchtitan counts validation's tokens into Llama4's balancing and saves no counts, so a run of it that is
-    stopped at a validation goes on with another bias.
+    """Not so with Llama4 where it stops at a validation: torchtitan's balancing counts the tokens of validation too, and
+    a checkpoint has no counts.
     """
     monkeypatch.delenv("RANK", raising=False)
     arm = Arm(model="mixtral", recipe="tokenwise", seed=3, steps=6)
