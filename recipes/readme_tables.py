@@ -6,6 +6,7 @@ number there can be anything but a committed measurement.
 
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,15 +51,43 @@ def e2e(data: dict) -> str:
     return _table(head, rows) + "\n\n" + _conditions(data["environment"])
 
 
+def parity(data: dict) -> str:
+    """FP8 against BF16 seeds: a row for the seeds of a model, then one for each of its FP8 runs."""
+    rows, verdicts = [], {verdict["name"]: verdict for verdict in data["verdicts"]}
+    for model in dict.fromkeys(run["model"] for run in data["runs"] if run["recipe"] == "bf16"):
+        runs = [run for run in data["runs"] if run["model"] == model]
+        rows.append(_seeds_row(model, [run for run in runs if run["recipe"] == "bf16"]))
+        rows += [_rule_row(run, verdicts[run["name"]]) for run in runs if run["name"] in verdicts]
+    head = ["run", "validation loss", "test loss", "minus BF16's mean", "band", "gradient norm, worst ratio", "verdict"]
+    return _table(head, rows) + "\n\n" + _conditions(data["environment"])
+
+
+def _seeds_row(model: str, seeds: list[dict]) -> list[str]:
+    losses = [f"{statistics.mean(run[f'final_{split}_loss'] for run in seeds):.4f}" for split in ("val", "test")]
+    ratios = [run["grad_norm_ratio"]["ratio"] for run in seeds if run["grad_norm_ratio"]]
+    norm = f"{max(ratios, key=lambda ratio: abs(ratio - 1)):.3f}" if ratios else ""
+    return [f"{model} BF16, mean of {len(seeds)} seeds", *losses, "", "", norm, ""]
+
+
+def _rule_row(run: dict, held: dict) -> list[str]:
+    losses = [f"{run[f'final_{split}_loss']:.4f}" for split in ("val", "test")]
+    band = "" if held["band"] is None else f"{held['band']:.4f}"
+    norm = f"{run['grad_norm_ratio']['ratio']:.3f}" if run["grad_norm_ratio"] else ""
+    return [f"{run['model']} {run['recipe']}", *losses, f"{held['gap']:+.4f}", band, norm, held["verdict"]]
+
+
 TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {
     "bench": ("bench_h200.json", bench),
     "e2e": ("e2e_h200x2.json", e2e),
+    "parity": ("parity_h200.json", parity),
 }
 
 
 def render(readme: str, results: Path = RESULTS) -> str:
-    """`readme` with every table made anew from the result files."""
+    """`readme` with every table made anew from the result files; one that was never measured stays as it is."""
     for name, (file, make) in TABLES.items():
+        if not (results / file).is_file():
+            continue
         pattern = re.compile(f"(<!-- table:{name} -->\n).*?(<!-- end:{name} -->)", re.DOTALL)
         if pattern.search(readme):
             text = make(json.loads((results / file).read_text()))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from recipes import parity
+from recipes import parity, readme_tables
 from recipes.parity_plot import plot_parity
 from recipes.parity_results import collect, thinned
 from recipes.parity_runs import DONE, Arm
@@ -70,9 +70,7 @@ def train(arm: Arm, folder: Path, stop_at: int = -1) -> str:
 def test_sigterm_saves_and_the_same_command_goes_on_bit_for_bit(
     parted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not so with Llama4 where it stops at a validation: torchtitan's balancing counts the tokens of validation too, and
-    a checkpoint has no counts.
-    """
+    """Not Llama4: torchtitan's balancing counts the tokens of a validation too, and a checkpoint has no counts."""
     monkeypatch.delenv("RANK", raising=False)
     arm = Arm(model="mixtral", recipe="tokenwise", seed=3, steps=6)
     step = int(re.search(r"Stopped by SIGTERM after step (\d+)", train(arm, tmp_path, stop_at=2))[1])
@@ -132,6 +130,16 @@ def test_gradient_norms_are_held_against_the_same_seed(recorded: list[Arm], tmp_
     assert runs["m bf16:2"]["ratio"] == pytest.approx(1.1, abs=1e-4)
     assert runs["m tokenwise:1"] == {"ratio": 1.2, "step": 30, "window": 2, "against": "m_bf16_1"}
     assert runs["m delayed:2"]["ratio"] == pytest.approx(0.5 / 1.1, abs=1e-4)
+
+
+def test_readme_table_has_a_row_for_the_seeds_and_one_a_rule(recorded: list[Arm], tmp_path: Path) -> None:
+    found = {"environment": parity.environment(1), **collect(recorded, tmp_path)}
+    for run in found["runs"]:
+        run["final_test_loss"] = 3.0
+    lines = readme_tables.parity(found).splitlines()
+    assert lines[2] == "| m BF16, mean of 2 seeds | 2.0100 | 3.0000 |  |  | 1.100 |  |"
+    assert lines[4] == "| m tokenwise | 2.0500 | 3.0000 | +0.0400 | 0.3000 | 1.200 | same |"
+    assert len([line for line in lines if line.startswith("| ")]) == 5
 
 
 def test_runs_that_are_not_done_are_left_out(recorded: list[Arm], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def test_tables_are_the_committed_results() -> None:
     assert render(README) == README, "run: python -m recipes.readme_tables"
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", [name for name, (file, _) in TABLES.items() if (RESULTS / file).is_file()])
 def test_every_table_is_shown_and_filled(name: str) -> None:
     body = re.search(f"<!-- table:{name} -->\n(.*?)<!-- end:{name} -->", README, re.DOTALL)
     assert body, name
