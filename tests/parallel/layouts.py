@@ -82,6 +82,16 @@ RECOMPUTE = {
 # Traced through AOT autograd, and not compiled further: that takes a C++ compiler and time, and changes the arithmetic.
 COMPILE = {"compile__enable": True, "compile__components": ["model", "loss"], "compile__backend": "aot_eager"}
 COMPILED = ("fsdp2_ep2", "tp2", "tp2_ep2_etp1", "tp2_mixtral", "pp2_1f1b")
+FUSED = {  # layouts in which tokens go to the experts and rows exist in FP8 only
+    **{name: LAYOUTS[name].with_fused(**NO_WIRES) for name in ("fsdp2", "cp2_mixtral", "pp2_1f1b")},
+    **{
+        name: LAYOUTS[name].with_fused(**WIRES)
+        for name in (
+            *("fsdp2_ep2", "tp2_ep2_etp1", "fsdp2_ep2_mixtral", "tp2_ep2_etp1_mixtral"),
+            *("hsdp_ep2", "tp2_fsdp2_ep4_etp1", "pp2_fsdp2_ep2", "fsdp4_ep2_two"),
+        )
+    },
+}
 UNCLIPPED = {"training__max_norm": 1e9}  # clipping scales by a norm, which a layout may sum in another order
 ROWS: dict[str, Row] = {
     **{f"one_{model}/high": Row(model=model) for model in MODELS},
@@ -107,6 +117,10 @@ ROWS: dict[str, Row] = {
     **{f"fsdp2_ep2/recomputed_{name}": SHARDED.but(**how) for name, how in RECOMPUTE.items()},
     **{name: row for layout in LAYOUTS for name, row in variants(layout).items()},
     **{f"{name}/compiled_high": LAYOUTS[name].but(**COMPILE) for name in COMPILED},
+    **{f"one_{model}/fused": Row(model=model).with_fused() for model in ("four_experts", "mixtral")},
+    **{f"{name}/fused": row for name, row in FUSED.items()},
+    "fsdp2_ep2/fused_recomputed": FUSED["fsdp2_ep2"].but(**RECOMPUTE["selective_op"]),
+    "fsdp2_ep2/fused_compiled": FUSED["fsdp2_ep2"].but(**COMPILE, **RECOMPUTE["full"]),
     # Case 25, as far as a CPU goes: FP8, EP 2, selective recomputation, compile.
     **{
         f"{name}/compiled": LAYOUTS[name].with_fp8(**WIRES).but(**COMPILE, **RECOMPUTE["selective_op"])
@@ -114,7 +128,7 @@ ROWS: dict[str, Row] = {
     },
 }
 
-FP8_ROWS = ("fp8", "wires", "compiled", "accumulated", "foreach", "for-loop")
+FP8_ROWS = ("fp8", "wires", "compiled", "accumulated", "foreach", "for-loop", "fused", "fused_compiled")
 
 # Pairs with the same arithmetic in the same order, so the same bits, and why.
 SAME_BITS = {
@@ -126,6 +140,7 @@ SAME_BITS = {
     # Recomputation quantizes the same rows with the same weights.
     **{f"one/recomputed_{name}": "one_four_experts/fp8" for name in RECOMPUTE},
     **{f"fsdp2_ep2/recomputed_{name}": "fsdp2_ep2/wires" for name in RECOMPUTE},
+    "fsdp2_ep2/fused_recomputed": "fsdp2_ep2/fused",
     "fsdp2_ep2/always_resharded": "fsdp2_ep2/wires",
     "fsdp2_ep2/never_resharded": "fsdp2_ep2/wires",
     # What the cache keeps is what would be computed again (TransformerEngine#1047: a stale scale beside fresh data).

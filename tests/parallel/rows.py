@@ -13,6 +13,7 @@ from torchtitan.protocols import BaseModelArgs
 from converters.config import FP8Config, FP8GroupedExpertsConfig
 from converters.delayed_config import DelayedConfig
 from converters.dense_config import FP8DenseConfig
+from converters.token_config import Fused, TokenPathConfig
 from recipes import job_config as sections
 from recipes.models.llama4.args import Llama4Args
 from recipes.models.mixtral.args import MixtralModelArgs, mixtral_moe
@@ -82,6 +83,7 @@ class Row:
     fp8: FP8GroupedExpertsConfig | None = None
     dense: FP8DenseConfig | None = None
     delayed: DelayedConfig = DelayedConfig()
+    fused: Fused = "off"
     steps: int = STEPS
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -94,6 +96,9 @@ class Row:
 
     def with_dense(self, **config: Any) -> "Row":
         return replace(self, dense=FP8DenseConfig(backend="reference", **config))
+
+    def with_fused(self, **config: Any) -> "Row":
+        return replace(self.with_fp8(**config), fused="on")
 
     @property
     def flavor(self) -> str:
@@ -143,5 +148,6 @@ class Row:
             setattr(getattr(job, section), key, value)
         chosen = {"grouped_experts": self.fp8, "dense": self.dense}
         given = {name: section for name, section in chosen.items() if section is not None}
-        job.model.converters, job.fp8 = [f"fp8.{name}" for name in given], FP8Config(**given, delayed=self.delayed)
+        job.model.converters = [f"fp8.{name}" for name in given]
+        job.fp8 = FP8Config(**given, delayed=self.delayed, token_path=TokenPathConfig(self.fused))
         return job
