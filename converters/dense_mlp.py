@@ -15,6 +15,8 @@ from converters.dense_linear import dense_weight, gathered_scale, one_group
 from converters.expert_mlp import Weights, backward_rows, forward_rows
 from converters.numerics import Numerics
 from converters.scaling import compute_dtype, op_key
+from converters.telemetry_mlp import Parts, mlp_backward, mlp_forward
+from converters.telemetry_rows import PlainRows
 
 
 def _weights(
@@ -24,6 +26,10 @@ def _weights(
         lambda: dense_weight([w1, w3], s13, n, backward=backward),
         lambda: dense_weight([w2], s2, n, backward=backward),
     )
+
+
+def _parts(w1: Tensor, w2: Tensor, w3: Tensor, s13: Tensor | None, s2: Tensor | None) -> tuple[Parts, Parts]:
+    return [(w1.unsqueeze(0), s13), (w3.unsqueeze(0), s13)], [(w2.unsqueeze(0), s2)]
 
 
 @torch.library.custom_op("titan_moe_fp8::dense_mlp", mutates_args=())
@@ -43,6 +49,7 @@ def _forward(
     groups = one_group(n.backend, x.shape[0], x.device)
     weights = _weights(w1, w2, w3, s13, s2, n, backward=False)
     out, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
+    mlp_forward(*_parts(w1, w2, w3, s13, s2), weights, groups.offs, PlainRows(x), (x8, sx), y13, (h8, sh), out)
     return out, x8, sx, y13, h8, sh
 
 
@@ -86,7 +93,8 @@ def _backward(
     groups = one_group(n.backend, g.shape[0], g.device)
     weights = _weights(w1, w2, w3, s13, s2, n, backward=True)
     rows = (*get_backend(n.backend).quantize_rows(g), g)
-    dx, dw13, dw2 = backward_rows(rows, (x8, sx, x), (h8, sh), y13, weights, groups, (x_dtype, w_dtype), n)
+    watch = mlp_backward(*_parts(w1, w2, w3, s13, s2), groups.offs, PlainRows(g), y13)
+    dx, dw13, dw2 = backward_rows(rows, (x8, sx, x), (h8, sh), y13, weights, groups, (x_dtype, w_dtype), n, watch)
     return dx, dw13.squeeze(1), dw2.squeeze(0)
 
 

@@ -16,8 +16,16 @@ from converters.backends import get_backend
 from converters.config import Numerics
 from converters.expert_mlp import backward_rows, forward_rows, gathered_scales, quantized_weights
 from converters.scaling import compute_dtype
+from converters.telemetry_mlp import Parts, mlp_backward, mlp_forward, sent_rows
+from converters.telemetry_rows import PlainRows
 from parallel.expert_parallel import Dispatch, from_experts, to_experts
 from parallel.wrapped_weight import plain
+
+
+def measured_parts(w1: Tensor, w2: Tensor, w3: Tensor) -> tuple[Parts, Parts]:
+    """W13 and W2 as telemetry takes them."""
+    s13, s2 = gathered_scales(w1, w2, w3)
+    return [(plain(w1), s13), (plain(w3), s13)], [(plain(w2), s2)]
 
 
 class _DispatchedMLP(torch.autograd.Function):
@@ -26,11 +34,14 @@ class _DispatchedMLP(torch.autograd.Function):
         ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, dispatch: Dispatch, n: Numerics, dtype: torch.dtype
     ) -> Tensor:
         backend = get_backend(n.backend)
-        x8, sx = to_experts(list(backend.quantize_rows(x)), dispatch)
+        x8, sx = backend.quantize_rows(x)
+        sent_rows(plain(w1), "x", PlainRows(x), (x8, sx))
+        x8, sx = to_experts([x8, sx], dispatch)
         groups = backend.groups(dispatch.offs, x8.shape[0])
         scales = gathered_scales(w1, w2, w3)
         weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=False)
         out, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
+        mlp_forward(*measured_parts(w1, w2, w3), weights, dispatch.offs, None, (x8, sx), y13, (h8, sh), out)
         ctx.save_for_backward(x8, sx, y13, h8, sh, w1, w2, w3)
         ctx.dispatch, ctx.numerics, ctx.x_dtype = dispatch, n, x.dtype
         return from_experts(out, dispatch)
@@ -40,12 +51,15 @@ class _DispatchedMLP(torch.autograd.Function):
         dispatch, n = ctx.dispatch, ctx.numerics
         x8, sx, y13, h8, sh, w1, w2, w3 = ctx.saved_tensors
         backend = get_backend(n.backend)
-        g8, sg = to_experts(list(backend.quantize_rows(g.contiguous())), dispatch)
+        g = g.contiguous()
+        g8, sg = backend.quantize_rows(g)
+        sent_rows(plain(w1), "g", PlainRows(g), (g8, sg))
+        g8, sg = to_experts([g8, sg], dispatch)
         groups = backend.groups(dispatch.offs, g8.shape[0])
         scales = gathered_scales(w1, w2, w3)
         weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=True)
-        dtypes = y13.dtype, w1.dtype
-        dx, dw13, dw2 = backward_rows((g8, sg, None), (x8, sx, None), (h8, sh), y13, weights, groups, dtypes, n)
+        watch, dtypes = mlp_backward(*measured_parts(w1, w2, w3), dispatch.offs, None, y13), (y13.dtype, w1.dtype)
+        dx, dw13, dw2 = backward_rows((g8, sg, None), (x8, sx, None), (h8, sh), y13, weights, groups, dtypes, n, watch)
         dw1, dw3 = dw13.unbind(0)
         return from_experts(dx, dispatch).to(ctx.x_dtype), dw1, dw2, dw3, None, None, None
 

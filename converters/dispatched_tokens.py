@@ -13,9 +13,12 @@ from torch import Tensor
 
 from converters.backends import get_backend
 from converters.config import Numerics
+from converters.dispatched_mlp import measured_parts
 from converters.expert_mlp import backward_rows, forward_rows, gathered_scales, quantized_weights
 from converters.routed_mlp import combined, gradient_rows, gradient_tokens, out_dtype, rows_of
 from converters.scaling import compute_dtype
+from converters.telemetry_mlp import mlp_backward, mlp_forward, sent_rows
+from converters.telemetry_rows import RoutedRows
 from parallel.expert_parallel import Dispatch, from_experts, to_experts
 from parallel.wrapped_weight import plain
 
@@ -36,11 +39,14 @@ class _DispatchedTokens(torch.autograd.Function):
         n: Numerics,
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> Tensor:
-        x8, sx = to_experts(list(rows_of(x, slots, scores, before, n.backend)), dispatch)
+        x8, sx = rows_of(x, slots, scores, before, n.backend)
+        sent_rows(plain(w1), "x", RoutedRows(x, slots, scores.shape[0], scores if before else None), (x8, sx))
+        x8, sx = to_experts([x8, sx], dispatch)
         groups = get_backend(n.backend).groups(dispatch.offs, x8.shape[0])
         scales = gathered_scales(w1, w2, w3)
         weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=False)
         o, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtypes[0], n)
+        mlp_forward(*measured_parts(w1, w2, w3), weights, dispatch.offs, None, (x8, sx), y13, (h8, sh), o)
         o = from_experts(o, dispatch)
         kept = (x, None) if before else (None, o)
         ctx.save_for_backward(*kept, scores, slots, x8, sx, y13, h8, sh, w1, w2, w3)
@@ -53,12 +59,13 @@ class _DispatchedTokens(torch.autograd.Function):
         dispatch, before, n = ctx.dispatch, ctx.before, ctx.numerics
         x, o, scores, slots, x8, sx, y13, h8, sh, w1, w2, w3 = ctx.saved_tensors
         g8, sg, ds = gradient_rows(g, slots, scores, o, before, n.backend)
+        sent_rows(plain(w1), "g", RoutedRows(g, slots, scores.shape[0], None if before else scores), (g8, sg))
         g8, sg = to_experts([g8, sg], dispatch)
         groups = get_backend(n.backend).groups(dispatch.offs, g8.shape[0])
         scales = gathered_scales(w1, w2, w3)
         weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=True)
-        dtypes = y13.dtype, w1.dtype
-        d, dw13, dw2 = backward_rows((g8, sg, None), (x8, sx, None), (h8, sh), y13, weights, groups, dtypes, n)
+        watch, dtypes = mlp_backward(*measured_parts(w1, w2, w3), dispatch.offs, None, y13), (y13.dtype, w1.dtype)
+        d, dw13, dw2 = backward_rows((g8, sg, None), (x8, sx, None), (h8, sh), y13, weights, groups, dtypes, n, watch)
         d = from_experts(d, dispatch)
         dx, ds_before = gradient_tokens(d, slots, scores, x, before, ctx.x_dtype, n.backend)
         dbase = None if ctx.base_dtype is None else g.to(ctx.base_dtype)

@@ -28,6 +28,8 @@ from converters.backends.reference import FP8
 from converters.config import Numerics
 from converters.expert_mlp import backward_rows, forward_rows, gathered_scales, quantized_weights
 from converters.scaling import compute_dtype, op_key
+from converters.telemetry_mlp import mlp_backward, mlp_forward
+from converters.telemetry_rows import RoutedRows
 
 
 @cache
@@ -86,6 +88,8 @@ def _forward(
     groups = get_backend(n.backend).groups(offs, x8.shape[0])
     weights = quantized_weights(w1, w2, w3, (s13, s2), n, backward=False)
     o, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
+    rows = RoutedRows(x, slots, scores.shape[0], scores if before else None)
+    mlp_forward([(w1, s13), (w3, s13)], [(w2, s2)], weights, offs, rows, (x8, sx), y13, (h8, sh), o)
     out = combined(o, slots, scores, base, before, out_dtype, n.backend)
     return out, o.new_empty(0) if before else o, x8, sx, y13, h8, sh
 
@@ -142,8 +146,9 @@ def _backward(
     g8, sg, ds = gradient_rows(g, slots, scores, o, before, n.backend)
     groups = get_backend(n.backend).groups(offs, g8.shape[0])
     weights = quantized_weights(w1, w2, w3, (s13, s2), n, backward=True)
-    dtypes = y13.dtype, w_dtype
-    d, dw13, dw2 = backward_rows((g8, sg, None), (x8, sx, None), (h8, sh), y13, weights, groups, dtypes, n)
+    rows, dtypes = RoutedRows(g, slots, scores.shape[0], None if before else scores), (y13.dtype, w_dtype)
+    watch = mlp_backward([(w1, s13), (w3, s13)], [(w2, s2)], offs, rows, y13)
+    d, dw13, dw2 = backward_rows((g8, sg, None), (x8, sx, None), (h8, sh), y13, weights, groups, dtypes, n, watch)
     dx, ds_before = gradient_tokens(d, slots, scores, x, before, x_dtype, n.backend)
     return dx, ds_before if before else ds, dw13, dw2
 

@@ -35,19 +35,19 @@ class Tap:
         self.records: dict[tuple[str, str], Tensor] = {}
         self._kept: dict[object, tuple[Tensor, Tensor | None]] = {}
         self._done: set[object] = set()
-        self._open = False
+        self.is_open = False
 
     def open(self) -> None:
         """The next passes are measured; what was measured before is dropped."""
-        self.records, self._kept, self._done, self._open = {}, {}, set(), True
+        self.records, self._kept, self._done, self.is_open = {}, {}, set(), True
 
     def close(self) -> None:
         """Nothing more is measured."""
-        self._kept, self._done, self._open = {}, set(), False
+        self._kept, self._done, self.is_open = {}, set(), False
 
     def begins(self, what: object) -> bool:
         """Whether `what` is to be measured now: the first time after `open`."""
-        if not self._open or what in self._done:
+        if not self.is_open or what in self._done:
             return False
         self._done.add(what)
         return True
@@ -89,6 +89,12 @@ def tap_of(weight: Tensor) -> Tap | None:
         return None
     claimed = _claims.get(weight.untyped_storage()._cdata)
     return None if claimed is None else claimed[1]()
+
+
+def is_measured(weight: Tensor) -> bool:
+    """Whether something may be measured of this weight now; to be asked before an expensive preparation."""
+    tap = tap_of(weight)
+    return tap is not None and tap.is_open
 
 
 def open_tap(weight: Tensor, what: str) -> Tap | None:

@@ -72,9 +72,17 @@ def see_shard(tap: Tap, data: Tensor, q: Tensor, scale: Tensor) -> None:
         see_weight(tap, "w", [(data, None)], weight, tap.name)
 
 
-def sent_rows(weight: Tensor, key: str, x: Rows, quantized: Quantized) -> None:
-    """Measures rows that leave for their experts in FP8: x, or g (the gradient). weight: of this rank's experts."""
-    if (tap := open_tap(weight, f"sent {key}")) is not None:
+def _open_mlp(w1: Tensor, what: str) -> Tap | None:
+    """An MLP is shown under its own name, not that of w1."""
+    tap = open_tap(w1, what)
+    if tap is not None:
+        tap.label = tap.name.removesuffix(".w1")
+    return tap
+
+
+def sent_rows(w1: Tensor, key: str, x: Rows, quantized: Quantized) -> None:
+    """Measures rows that leave for their experts in FP8: x, or g (the gradient). w1: of this rank's experts."""
+    if (tap := _open_mlp(w1, f"sent {key}")) is not None:
         rows = torch.tensor([quantized[0].shape[0]], device=quantized[0].device)
         see_rows(tap, key, x, quantized, rows)
 
@@ -83,8 +91,12 @@ def _values(w: Tensor, scale: Tensor | None) -> Tensor:
     return w.float() if scale is None else w.float() * scale.view(-1, 1, 1)
 
 
+def _sizes(parts: Parts) -> list[int]:
+    return [w.shape[1] for w, _ in parts]
+
+
 def _rows_of(parts: Parts) -> Tensor:
-    """Some rows of a weight, as `columns(output, len(parts))` picks them: float32 [E, parts * C, K]."""
+    """Some rows of a weight, as `columns(output, _sizes(parts))` picks them: float32 [E, parts * C, K]."""
     return torch.cat([_values(w[:, :: stride(w.shape[1])], scale) for w, scale in parts], dim=1)
 
 
@@ -105,17 +117,16 @@ def mlp_forward(
     out: Tensor,
 ) -> None:
     """To be called at the end of the forward. x None: the rows are here in FP8 only."""
-    if (tap := open_tap(w13[0][0], "forward")) is None:
+    if (tap := _open_mlp(w13[0][0], "forward")) is None:
         return
-    tap.label = tap.name.removesuffix(".w1")
     sample = sample_rows(offs, y13.shape[0])
     thin = sample.thinned(GEMM_ROWS)
     tap.add("h", operand(swiglu(y13[sample.rows]), *_at(h8, sample), sample.valid))
     tap.add("out", gemm(swiglu(y13[thin.rows]), _rows_of(w2), columns(out[thin.rows]), thin))
     if x is not None:
         see_rows(tap, "x", x, x8, offs)
-        tap.add("y13", gemm(x.take(thin.rows), _rows_of(w13), columns(y13[thin.rows], 2), thin))
-        tap.keep("x", x.some_columns(1), x8[1])
+        tap.add("y13", gemm(x.take(thin.rows), _rows_of(w13), columns(y13[thin.rows], _sizes(w13)), thin))
+        tap.keep("x", x.some_columns(), x8[1])
     for key, parts, weight in (("w13", w13, weights[0]), ("w2", w2, weights[1])):
         if parts[0][1] is None:
             see_weight(tap, key, parts, weight())
@@ -140,7 +151,7 @@ class MLPBackward:
         if self.g is not None:
             self.tap.add("dh", gemm(self.g.take(thin.rows), _columns_of(self.w2), columns(dh[thin.rows]), thin))
         self.tap.keep("dy13", dswiglu(dh[thin.rows], self.y13[thin.rows]))
-        self.tap.keep("dy13 columns", dswiglu(columns(dh), columns(self.y13, 2)))
+        self.tap.keep("dy13 columns", dswiglu(columns(dh), columns(self.y13, _sizes(self.w13))))
 
     def see_results(self, g8: Quantized, sx: Tensor, dx: Tensor, dw13: Tensor, dw2: Tensor) -> None:
         """To be called at the end: dx [M, D], dw13 [2, E, H, D], dw2 [E, D, H]; sx: the scale of x in the forward."""
@@ -151,25 +162,30 @@ class MLPBackward:
             tap.add("dw13", wgrad(dy13, x, list(dw13.unbind(0)), self.offs))
         if self.g is not None:
             see_rows(tap, "g", self.g, g8, self.offs)
-            tap.add("dw2", wgrad(self.g.some_columns(1), swiglu(columns(self.y13, 2)), [dw2], self.offs))
+            tap.add("dw2", wgrad(self.g.some_columns(), swiglu(columns(self.y13, _sizes(self.w13))), [dw2], self.offs))
 
 
 def mlp_backward(w13: Parts, w2: Parts, offs: Tensor, g: Rows | None, y13: Tensor) -> MLPBackward | None:
     """What watches this backward, if it is to be watched."""
-    tap = open_tap(w13[0][0], "backward")
+    tap = _open_mlp(w13[0][0], "backward")
     return None if tap is None else MLPBackward(tap=tap, offs=offs, w13=w13, w2=w2, g=g, y13=y13)
 
 
-def gemm_forward(w: Parts, weight: QuantizedWeight, offs: Tensor, x: Tensor, x8: Quantized, y: Tensor) -> None:
-    """To be called at the end of y [M, N] = x [M, K] @ W^T."""
+def gemm_forward(
+    w: Parts, weight: QuantizedWeight | None, offs: Tensor, x: Tensor, x8: Quantized, y: Tensor | list[Tensor]
+) -> None:
+    """To be called at the end of y [M, N] = x [M, K] @ W^T, whole or [M, N_i] of each part. weight: where W is not FP8
+    already.
+    """
     if (tap := open_tap(w[0][0], "forward")) is None:
         return
+    y = y if isinstance(y, Tensor) else torch.cat(y, dim=1)
     tap.label = "+".join([tap.name, *(_last(part) for part, _ in w[1:])])
     thin = sample_rows(offs, x.shape[0]).thinned(GEMM_ROWS)
     see_rows(tap, "x", PlainRows(x), x8, offs)
     if w[0][1] is None:
         see_weight(tap, "w", w, weight)
-    tap.add("y", gemm(x[thin.rows], _rows_of(w), columns(y[thin.rows], len(w)), thin))
+    tap.add("y", gemm(x[thin.rows], _rows_of(w), columns(y[thin.rows], _sizes(w)), thin))
     tap.keep(_place(w), columns(x), x8[1])
 
 
@@ -181,7 +197,7 @@ def gemm_backward(w: Parts, offs: Tensor, g: Tensor, g8: Quantized, sx: Tensor, 
     see_rows(tap, "g", PlainRows(g), g8, offs)
     tap.add("dx", gemm(g[thin.rows], _columns_of(w), columns(dx[thin.rows]), thin))
     if (x := tap.recall(_place(w), sx)) is not None:
-        tap.add("dw", wgrad(columns(g, len(dw)), x, dw, offs))
+        tap.add("dw", wgrad(columns(g, _sizes(w)), x, dw, offs))
 
 
 def _last(weight: Tensor) -> str:

@@ -1,6 +1,7 @@
 """The rows of an operand in high precision, though some of them exist only in the kernel that quantizes them."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ class Rows(Protocol):
         """rows int64 [S] -> [S, K]."""
         ...
 
-    def some_columns(self, parts: int) -> Tensor:
+    def some_columns(self) -> Tensor:
         """`columns` of all rows."""
         ...
 
@@ -40,9 +41,9 @@ class PlainRows:
         """See `Rows`."""
         return self.x[rows]
 
-    def some_columns(self, parts: int) -> Tensor:
+    def some_columns(self) -> Tensor:
         """See `Rows`."""
-        return columns(self.x, parts)
+        return columns(self.x)
 
     def amax(self, offs: Tensor) -> Tensor:
         """See `Rows`."""
@@ -51,20 +52,32 @@ class PlainRows:
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """Rows of tokens: x[token[m]] * factor[m], with x [T, K], token int64 [M], factor [M] or None."""
+    """M rows of tokens x [T, K], each times its factor [M], where there is one.
+
+    slots: int32 [T, k], the rows of a token, -1 for one that is not here.
+    """
 
     x: Tensor
-    token: Tensor
+    slots: Tensor
+    M: int
     factor: Tensor | None
+
+    @cached_property
+    def token(self) -> Tensor:
+        """int64 [M], the token of each row."""
+        at = self.slots.flatten().long()
+        token = torch.zeros(self.M + 1, dtype=torch.int64, device=self.x.device)
+        token[torch.where(at < 0, self.M, at)] = torch.arange(len(at), device=self.x.device) // self.slots.shape[1]
+        return token[: self.M]
 
     def take(self, rows: Tensor) -> Tensor:
         """See `Rows`."""
         taken = self.x[self.token[rows]]
         return taken if self.factor is None else taken.float() * self.factor[rows][:, None]
 
-    def some_columns(self, parts: int) -> Tensor:
+    def some_columns(self) -> Tensor:
         """See `Rows`."""
-        taken = columns(self.x, parts)[self.token]
+        taken = columns(self.x)[self.token]
         return taken if self.factor is None else taken.float() * self.factor[:, None]
 
     def amax(self, offs: Tensor) -> Tensor:
@@ -72,11 +85,3 @@ class RoutedRows:
         rows = amax_of_rows(self.x)[self.token]
         rows = rows if self.factor is None else rows * self.factor.abs()
         return largest(rows, owned(len(rows), offs))
-
-
-def routed_rows(x: Tensor, slots: Tensor, M: int, factor: Tensor | None) -> RoutedRows:
-    """x [T, K]; slots int32 [T, k]: the rows of a token, -1 for one that is not here; factor [M]."""
-    at = slots.flatten().long()
-    token = torch.zeros(M + 1, dtype=torch.int64, device=x.device)
-    token[torch.where(at < 0, M, at)] = torch.arange(len(at), device=x.device) // slots.shape[1]
-    return RoutedRows(x, token[:M], factor)

@@ -4,6 +4,7 @@ Nothing here waits for the device, and nothing is as large as an operand. Letter
 A record is a float64 vector; two records of the same thing are joined by `join` (another expert, another rank).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,9 +108,10 @@ def stride(size: int) -> int:
     return max(1, size // COLUMNS)
 
 
-def columns(x: Tensor, parts: int = 1) -> Tensor:
-    """Some of the columns of x [M, parts * K], the same of each part: [M, parts * C]."""
-    return torch.cat([part[:, :: stride(part.shape[1])] for part in x.chunk(parts, dim=1)], dim=1)
+def columns(x: Tensor, sizes: Sequence[int] = ()) -> Tensor:
+    """Some of the columns of x [M, K], or of each of its parts of these sizes: [M, C]."""
+    parts = x.split(list(sizes), dim=1) if sizes else [x]
+    return torch.cat([part[:, :: stride(part.shape[1])] for part in parts], dim=1)
 
 
 def gemm(a: Tensor, w: Tensor, out: Tensor, sample: Sample) -> Tensor:
@@ -126,7 +128,8 @@ def gemm(a: Tensor, w: Tensor, out: Tensor, sample: Sample) -> Tensor:
 def wgrad(a: Tensor, b: Tensor, dws: list[Tensor], offs: Tensor) -> Tensor:
     """Signal and noise [2] of the largest experts' weight gradients against dY_e^T @ X_e.
 
-    dws: parts [E, N_i, K] of dW, joined along N. a, b: `columns(dY, len(dws))` and `columns(X)` in high precision.
+    dws: parts [E, N_i, K] of dW, joined along N. a, b: `columns(dY, sizes)`, of the parts, and `columns(X)`, in high
+    precision.
     """
     some = [dw[:, :: stride(dw.shape[1]), :: stride(dw.shape[2])] for dw in dws]
     dw, ends = torch.cat(some, dim=1).float(), offs.long()

@@ -26,6 +26,7 @@ from converters.rules.products import contracted, contracted_hp, rows_times_weig
 from converters.rules.ragged import Ragged, ragged
 from converters.rules.rule import Rule, columns_pow2
 from converters.rules.state import DelayedState
+from converters.telemetry_ruled import ruled_mm_backward, ruled_mm_forward
 
 
 def product(rule: Rule, x: Tensor, w: Tensor, rows: Ragged, dtype: torch.dtype, slot: int) -> Tensor:
@@ -59,7 +60,10 @@ def _forward(
     """-> y [M, N]; used [2, 2, E] and amax [2, E] for the state. w [E, K, N], a transposed view."""
     n, rows = Numerics.parse(key), ragged(offs, x.shape[0])
     rule = forward_rule(n, state, rows.experts, call)
-    return product(rule, x, w.transpose(1, 2), rows, dtype, 0), *outcome(rule, x)
+    w = w.transpose(1, 2)
+    y = product(rule, x, w, rows, dtype, 0)
+    ruled_mm_forward(rule, rows, x, w, y)
+    return y, *outcome(rule, x)
 
 
 @_forward.register_fake
@@ -76,8 +80,10 @@ def _backward(
     """-> dx [M, K], dw [E, N, K] (w's storage orientation), amax [1, E] of g."""
     n, rows = Numerics.parse(key), ragged(offs, x.shape[0])
     rule = backward_rule(n, state, used, rows.experts, call)
-    dx = input_gradient(rule, g, w.transpose(1, 2), rows, x.dtype, FORMATS[n.gradients], (2, 1))
+    w, fmt = w.transpose(1, 2), FORMATS[n.gradients]
+    dx = input_gradient(rule, g, w, rows, x.dtype, fmt, (2, 1))
     dw = weight_gradient(rule, g, x, rows, w.dtype, n, (2, 0))
+    ruled_mm_backward(rule, fmt, rows, g, x, w, dx, dw)
     return dx, dw, gradient_amax(rule, g, 1)
 
 

@@ -28,6 +28,7 @@ from converters.rules.passes import (
 )
 from converters.rules.ragged import ragged
 from converters.rules.state import DelayedState
+from converters.telemetry_ruled import ruled_mlp_backward, ruled_mlp_forward
 
 GEMMS = 2
 
@@ -47,8 +48,11 @@ def _forward(
     """-> out [M, D]; y13 [M, 2H] for backward; used [4, 2, E] and amax [4, E] for the state."""
     rows = ragged(offs, x.shape[0])
     rule = forward_rule(Numerics.parse(key), state, rows.experts, call)
-    y13 = product(rule, x, torch.cat([w1, w3], dim=1), rows, dtype, 0)
-    out = product(rule, swiglu(y13), w2, rows, dtype, 2)
+    w13 = torch.cat([w1, w3], dim=1)
+    y13 = product(rule, x, w13, rows, dtype, 0)
+    h = swiglu(y13)
+    out = product(rule, h, w2, rows, dtype, 2)
+    ruled_mlp_forward(rule, rows, x, [(w1, None), (w3, None)], [(w2, None)], w13, y13, h, out)
     return out, y13, *outcome(rule, x)
 
 
@@ -90,6 +94,8 @@ def _backward(
     dy = dswiglu(dh, y13)
     dx = input_gradient(rule, dy, torch.cat([w1, w3], dim=1), rows, x.dtype, fmt, (4, 1))
     dw13 = torch.stack(weight_gradient(rule, dy, x, rows, w1.dtype, n, (4, 0)).chunk(2, dim=1))
+    w13, results = [(w1, None), (w3, None)], (dx, dw13, dw2)
+    ruled_mlp_backward(rule, fmt, rows, g, x, w13, [(w2, None)], y13, dh, dy, results)
     return dx, dw13, dw2, gradient_amax(rule, g, GEMMS)
 
 

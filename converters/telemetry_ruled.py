@@ -1,0 +1,72 @@
+"""What is measured where a scale rule is emulated (rules/): the operands are quantized once more, at measured steps."""
+
+from torch import Tensor
+
+from converters.backends.reference import QuantizedWeight
+from converters.rules.formats import E4M3, Format
+from converters.rules.ragged import Ragged
+from converters.rules.rule import Operand, Rule
+from converters.telemetry import is_measured
+from converters.telemetry_mlp import Parts, Quantized, gemm_backward, gemm_forward, mlp_backward, mlp_forward
+from converters.telemetry_rows import PlainRows
+
+
+def _quantized(operand: Operand, rows: Ragged) -> Quantized:
+    """q and a scale that broadcasts over it, of rows [M, K] or of a weight [E, N, K]."""
+    q, scale, outer = operand.q, operand.scale, operand.outer
+    if outer is not None:
+        outer = outer.view(-1, 1, 1) if q.dim() == 3 else rows.by_row(outer)[:, None]
+        scale = outer if scale is None else outer * scale
+    return q, scale if scale is not None else q.new_ones((1,) * q.dim(), dtype=outer.dtype)
+
+
+def _weight(rule: Rule, w: Tensor, slot: int, rows: Ragged) -> QuantizedWeight:
+    q, scale = _quantized(rule.weight(w, 2, slot), rows)
+    return QuantizedWeight(q=q, scale=scale, q_t=q, scale_t=scale)
+
+
+def ruled_mlp_forward(
+    rule: Rule, rows: Ragged, x: Tensor, w13: Parts, w2: Parts, joined: Tensor, y13: Tensor, h: Tensor, out: Tensor
+) -> None:
+    """To be called at the end of the forward; joined [E, 2H, D]: W13, h [M, H]: silu(y1) * y3."""
+    if not is_measured(w13[0][0]):
+        return
+    weights = (lambda: _weight(rule, joined, 1, rows)), (lambda: _weight(rule, w2[0][0], 3, rows))
+    x8, h8 = (_quantized(rule.rows(t, E4M3, rows, slot), rows) for t, slot in ((x, 0), (h, 2)))
+    mlp_forward(w13, w2, weights, rows.offs, PlainRows(x), x8, y13, h8, out)
+
+
+def ruled_mlp_backward(
+    rule: Rule,
+    fmt: Format,
+    rows: Ragged,
+    g: Tensor,
+    x: Tensor,
+    w13: Parts,
+    w2: Parts,
+    y13: Tensor,
+    dh: Tensor,
+    dy: Tensor,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """To be called at the end of the backward; results: dx, dw13 [2, E, H, D], dw2."""
+    if (watch := mlp_backward(w13, w2, rows.offs, PlainRows(g), y13)) is not None:
+        watch.see_dy13(dh, _quantized(rule.rows(dy, fmt, rows, 4), rows))
+        x8 = _quantized(rule.rows(x, E4M3, rows, 0), rows)
+        watch.see_results(_quantized(rule.rows(g, fmt, rows, 5), rows), x8[1], *results)
+
+
+def ruled_mm_forward(rule: Rule, rows: Ragged, x: Tensor, w: Tensor, y: Tensor) -> None:
+    """To be called at the end of y = x @ w^T; w [E, N, K]."""
+    if is_measured(w):
+        x8 = _quantized(rule.rows(x, E4M3, rows, 0), rows)
+        gemm_forward([(w, None)], _weight(rule, w, 1, rows), rows.offs, x, x8, y)
+
+
+def ruled_mm_backward(
+    rule: Rule, fmt: Format, rows: Ragged, g: Tensor, x: Tensor, w: Tensor, dx: Tensor, dw: Tensor
+) -> None:
+    """To be called at the end of the backward; w and dw [E, N, K]."""
+    if is_measured(w):
+        g8, x8 = _quantized(rule.rows(g, fmt, rows, 2), rows), _quantized(rule.rows(x, E4M3, rows, 0), rows)
+        gemm_backward([(w, None)], rows.offs, g, g8, x8[1], dx, [dw])
