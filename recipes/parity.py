@@ -24,7 +24,8 @@ from recipes.parity_runs import parse_arms, run_arms
 from recipes.run_info import jsonable
 
 MODELS = "mixtral_300m,llama4_300m"
-ARMS = "bf16:1,bf16:2,bf16:3,tokenwise:1,rowwise:1,delayed:1"
+# In the order in which they start: what has ended when a budget is over can be judged.
+ARMS = "bf16:1,tokenwise:1,bf16:2,bf16:3,rowwise:1,delayed:1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

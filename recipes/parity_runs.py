@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Slow first, so that no long run starts last: rowwise and delayed have emulated parts.
-BY_COST = ("delayed", "rowwise", "blockwise", "tensorwise", "tokenwise", "bf16")
 DONE = "done.json"
 LOG = "log.txt"
 POLL_SECONDS = 0.5
@@ -65,7 +63,7 @@ class Arm:
 
 
 def parse_arms(models: str, arms: str, extra: Sequence[str]) -> list[Arm]:
-    """`mixtral_300m,llama4_300m` and `bf16:1,tokenwise:1` -> every arm of every model, slow rules first.
+    """`mixtral_300m,llama4_300m` and `bf16:1,tokenwise:1` -> every arm of every model, in this order of arms.
 
     `extra`: the further arguments of every run, which may change its number of steps.
 
@@ -77,7 +75,7 @@ def parse_arms(models: str, arms: str, extra: Sequence[str]) -> list[Arm]:
             raise ValueError(f"Model {model!r} has no {missing[0]} (from {Path.cwd()}): give the stem of two twins.")
     if wrong := [arm for arm in arms.split(",") if not re.fullmatch(r"\w+:\d+", arm)]:
         raise ValueError(f"Arm {wrong[0]!r} is not RULE:SEED, such as bf16:1 or tokenwise:1.")
-    pairs = sorted((arm.split(":") for arm in arms.split(",")), key=lambda pair: _cost(pair[0]))
+    pairs = [arm.split(":") for arm in arms.split(",")]
     steps = {model: steps_of(model, extra) for model in models.split(",")}
     return [Arm(model=m, recipe=rule, seed=int(seed), steps=n) for rule, seed in pairs for m, n in steps.items()]
 
@@ -88,10 +86,6 @@ def steps_of(model: str, extra: Sequence[str]) -> int:
     if given:
         return int(given[-1])
     return tomllib.loads(Path(f"recipes/{model}_bf16.toml").read_text())["training"]["steps"]
-
-
-def _cost(rule: str) -> int:
-    return BY_COST.index(rule) if rule in BY_COST else -1
 
 
 @dataclass(kw_only=True)
