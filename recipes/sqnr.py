@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoint", metavar="DIR", help="weights of a torchtitan checkpoint, OUTPUT/checkpoint/step-N"
     )
     parser.add_argument("--floor", metavar="DB", type=float, help="exit code 1 if the logits' SQNR is lower")
-    warmup = "passes of the FP8 model before the measured one, for a scale rule with a memory (default: 0)"
+    warmup = "steps of the FP8 model, same batch and weights, before the measured one: for delayed scales (default: 0)"
     parser.add_argument("--warmup", metavar="N", type=int, default=0, help=warmup)
     parser.add_argument("--rows", metavar="N", type=int, default=30, help="rows of the first table (default: 30)")
     parser.add_argument("--all", action="store_true", help="all rows")

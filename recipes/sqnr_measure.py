@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torchtitan.models.moe.moe import GroupedExperts
 
+from recipes.gradient_groups import group_of
 from recipes.sqnr_twins import Twins
-from recipes.sqnr_watch import Observed, converted, group_of, observe, plain, run, run_alone, watched
+from recipes.sqnr_watch import Observed, converted, observe, plain, run, run_alone, watched
 
 # Low damage. Logits and gradients: normal inputs through two GEMMs and a SwiGLU leave 23 dB in one layer
 # (converters/config.py), a few layers in a row 3 to 6 dB less. Norms: 2 %, loss: 0.02.
@@ -97,10 +98,11 @@ def sqnr_db(reference: Tensor, actual: Tensor) -> float:
 def measure(twins: Twins, warmup: int = 0) -> Report:
     """Runs both twins over the batch and compares.
 
-    warmup: passes of the FP8 model before the measured one, for scale rules that remember earlier ones.
+    warmup: steps of the FP8 model, without an optimizer, before the measured one: for rules that remember scales.
     """
     for _ in range(warmup):
         run(twins.fp8, twins)
+        twins.end_step()
     fp8_modules = {name for name, module in watched(twins.fp8).items() if converted(module)}
     reference = observe(twins.reference, twins, fp8_modules)
     fp8 = observe(twins.fp8, twins, set())

@@ -20,7 +20,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import train_spec as train_specs
-from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.model_converter import ModelConvertersContainer, build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import utils
 
@@ -48,13 +48,16 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Twins:
-    """`reference` and `fp8` hold equal weights. amp() is the autocast under which both run."""
+    """`reference` and `fp8` hold equal weights. amp() is the autocast under which both run; end_step() tells the FP8
+    model's converters that a step is over, as the trainer does after the optimizer's.
+    """
 
     reference: nn.Module
     fp8: nn.Module
     batch: Batch
     loss: Callable[[Tensor, Tensor], Tensor]
     amp: Callable[[], AbstractContextManager]
+    end_step: Callable[[], None]
     converters: dict[str, tuple[str, ...]]
     config: JobConfig
 
@@ -97,7 +100,7 @@ def build_twins(config: JobConfig, checkpoint: str | None = None) -> Twins:
     dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
     spec = train_specs.get_train_spec(config.model.name)
     names = {"reference": twin_converters(config), "fp8": list(config.model.converters)}
-    reference, fp8 = (_build(spec, config, dims, kept) for kept in names.values())
+    (reference, _), (fp8, hooks) = (_build(spec, config, dims, kept) for kept in names.values())
     if checkpoint is not None:
         _load(reference, checkpoint)
     _copy_weights(reference, fp8)
@@ -109,26 +112,30 @@ def build_twins(config: JobConfig, checkpoint: str | None = None) -> Twins:
         loss=spec.build_loss_fn(config, parallel_dims=dims),
         # autocast knows no float32, in which nothing is cast anyway
         amp=lambda: torch.autocast(device, dtype, enabled=dtype != torch.float32),
+        end_step=lambda: hooks.post_optimizer_hook([fp8]),
         converters={twin: tuple(kept) for twin, kept in names.items()},
         config=config,
     )
 
 
-def _build(spec: TrainSpec, config: JobConfig, dims: ParallelDims, converters: list[str]) -> nn.Module:
+def _build(
+    spec: TrainSpec, config: JobConfig, dims: ParallelDims, converters: list[str]
+) -> tuple[nn.Module, ModelConvertersContainer]:
     config = copy.deepcopy(config)
     config.model.converters = converters
     args = copy.deepcopy(spec.model_args[config.model.flavor])
     args.update_from_config(config)
     with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         model = spec.model_cls(args)
-    build_model_converters(config, dims).convert(model)
+    container = build_model_converters(config, dims)
+    container.convert(model)
     for moe in balanced_moes(model):
         moe.balance = replace(moe.balance, tokens_per_step=tokens_per_step(config, dims))
     model.to_empty(device=utils.device_type)
     torch.manual_seed(config.debug.seed or 0)
     with torch.no_grad():
         model.init_weights(buffer_device=None)
-    return model.train()
+    return model.train(), container
 
 
 def _load(model: nn.Module, checkpoint: str) -> None:

@@ -18,18 +18,6 @@ from torchtitan.models.moe.moe import MoE, TokenReorderer
 from parallel.wrapped_weight import WrappedWeight
 from recipes.sqnr_twins import Batch, Twins
 
-# The last components of a parameter's name, first match wins -> group. Bare norms are matched before attention.
-GROUPS = (
-    ("embedding", r"^tok_embeddings\."),
-    ("head", r"^output\."),
-    ("norms", r"norm\.weight$"),
-    ("router", r"\.router\."),
-    ("experts", r"\.experts\."),
-    ("shared experts", r"\.shared_experts\."),
-    ("attention", r"\.attention\."),
-    ("dense", r"\.feed_forward\."),
-)
-
 
 @dataclass(frozen=True)
 class Observed:
@@ -47,11 +35,6 @@ class Observed:
     chosen: dict[str, Tensor] = field(default_factory=dict)
     order: dict[str, Tensor] = field(default_factory=dict)
     loss: list[float] = field(default_factory=list)
-
-
-def group_of(parameter: str) -> str:
-    """The group of a parameter's name: embedding, attention, experts, router, shared experts, dense, norms, head."""
-    return next((group for group, pattern in GROUPS if re.search(pattern, parameter)), "other")
 
 
 def watched(model: nn.Module) -> dict[str, nn.Module]:

@@ -11,11 +11,10 @@ import torch
 from recipes.issue1152.arms import ARMS, Arm, Plan, finished
 from recipes.run_info import RUN_FILE, jsonable, versions
 from recipes.runs import TAGS, Run, read_run
+from recipes.telemetry_tags import GRAD_NORM, GRADIENTS, parse
 
 GROUPS = ("embedding", "attention", "experts", "router", "head")
 LOSS_STEPS = (1, 10, 100)
-NORM_TAG, FLUSHED = "fp8/grad_norm/{}", "/flushed"
-GRADIENT = ("g", "dy13")  # the operands of the backward: the gradient of a GEMM's or an MLP's output, and that of y13
 PUBLISHED = {"bf16": 1.664, "fp8": 0.534, "val_loss_gap": 0.455}
 
 
@@ -46,7 +45,7 @@ def _read(plan: Plan, arm: Arm) -> Result:
     run = read_run(plan.folder / arm.name)
     results = json.loads((plan.folder / arm.name / RUN_FILE).read_text())["results"]
     norms = {"total": run.series(TAGS["grad_norm"]).get(1)}
-    norms |= {group: run.series(NORM_TAG.format(group)).get(1) for group in GROUPS}
+    norms |= {group: run.series(GRAD_NORM + group).get(1) for group in GROUPS}
     return Result(
         arm=arm,
         norms={group: norm for group, norm in norms.items() if norm is not None},
@@ -62,14 +61,10 @@ def _last(point: dict[str, float] | None) -> float | None:
 
 
 def _flushed(run: Run) -> dict[int, float]:
-    series = [s for tag, s in run.scalars.items() if tag.startswith("fp8/") and _is_gradient(tag)]
+    found = {tag: parse(tag) for tag in run.scalars}
+    series = [run.scalars[tag] for tag, p in found.items() if p and p[1] in GRADIENTS and p[2] == "flushed"]
     steps = sorted({step for s in series for step in s})
     return {step: sum(s[step] for s in series if step in s) / sum(step in s for s in series) for step in steps}
-
-
-def _is_gradient(tag: str) -> bool:
-    *_, operand, what = tag.split("/")
-    return what == FLUSHED.strip("/") and operand in GRADIENT
 
 
 def markdown(plan: Plan, results: dict[str, Result], problems: dict[str, str]) -> str:

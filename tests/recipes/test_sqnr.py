@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from parallel.device import prepare_device
+from recipes.gradient_groups import group_of
 from recipes.sqnr import failure, main
 from recipes.sqnr_measure import Report, _by_token, measure, sqnr_db
 from recipes.sqnr_tables import verdict
 from recipes.sqnr_twins import Twins, build_twins, read_config, twin_converters
-from recipes.sqnr_watch import group_of, watched
+from recipes.sqnr_watch import watched
 
 prepare_device()
 ROOT = Path(__file__).parents[2]
@@ -113,7 +114,7 @@ def test_gradients_have_the_size_of_a_step() -> None:
 def test_groups_of_parameters() -> None:
     twins = build("llama4_fp8")
     found = {group_of(name) for name, _ in twins.fp8.named_parameters()}
-    assert found == {"embedding", "attention", "experts", "shared experts", "router", "norms", "head"}
+    assert found == {"embedding", "attention", "experts", "shared_expert", "router", "norms", "head"}
     names = set(watched(twins.fp8))
     assert {"layers.0", "layers.1.attention.wq", "layers.0.moe.shared_experts", "norm", "output"} <= names
     assert not any(isinstance(twins.fp8.get_submodule(name), nn.ModuleDict) for name in names)
