@@ -30,7 +30,7 @@ from converters.expert_weight import FP8ExpertWeight
 from converters.experts_forward import fp8_experts_forward, is_one_op, takes_our_forward
 from converters.gathered_weight import quantize_changed_shards
 from converters.layout import check_delayed, check_layout
-from converters.rules.attach import end_step, give_state, share_amax
+from converters.rules.attach import connect, end_step, give_state
 from converters.selection import (
     ConversionReport,
     ConvertedWeight,
@@ -193,7 +193,7 @@ class FP8GroupedExpertsConverter:
         dispatches = dispatches_fp8(self.config, resolve(self.config))
         fuse = token_path_of(self.job_config, self.parallel_dims, dispatches)
         logger.info(convert(model, self.config, work, fuse, self.delayed).summary())
-        share_amax(model, self.parallel_dims)
+        connect(model, self.parallel_dims)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Quantizes the FSDP2 shards for the next step: one all-reduce of the maxima of all experts. Ends a step of

@@ -23,6 +23,8 @@ from recipes.models import llama4, mixtral
 SAVED_OPS = {
     torch.ops.titan_moe_fp8.expert_mlp.default,
     torch.ops.titan_moe_fp8.grouped_mm.default,
+    torch.ops.titan_moe_fp8.ruled_mlp.default,
+    torch.ops.titan_moe_fp8.ruled_mm.default,
     torch.ops.titan_moe_fp8.dense_linear.default,
     torch.ops.titan_moe_fp8.dense_mlp.default,
 }

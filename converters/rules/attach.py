@@ -10,6 +10,7 @@ from torchtitan.distributed import ParallelDims
 
 from converters.delayed_config import DelayedConfig
 from converters.numerics import Numerics
+from converters.rules.checkpoint import let_checkpoints_lack_state
 from converters.rules.state import DelayedState
 from parallel.fsdp import sharded_dim
 
@@ -39,9 +40,14 @@ def states(parts: Iterable[nn.Module]) -> list[DelayedState]:
     return [m for part in parts for m in part.modules() if isinstance(m, DelayedState)]
 
 
-def share_amax(model: nn.Module, dims: ParallelDims) -> None:
-    """Lets all ranks that hold a part of `model`, or a copy of it, reduce their maxima. Collective over the world."""
-    if not (found := states([model])) or not dist.is_initialized() or dist.get_world_size() == 1:
+def connect(model: nn.Module, dims: ParallelDims) -> None:
+    """To be called once on a converted model: all ranks that hold a part of it, or a copy, reduce their maxima, and
+    checkpoints of runs without state load. Collective over the world; nothing where no module has a state.
+    """
+    if not (found := states([model])):
+        return
+    let_checkpoints_lack_state()
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     group = dist.group.WORLD
     if dims.pp > 1:  # torchtitan's outermost axis: each stage has a model of its own

@@ -38,7 +38,7 @@ def at(folder: Path, name: str, step: int = 3) -> Path:
 def weights(trainer: RowTrainer) -> dict[str, Tensor]:
     """Everything a checkpoint has of the model, whole, on every rank (of its pipeline stage)."""
     state = trainer.checkpointer.states["model"].state_dict()
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in state.items()}
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in state.items()}
 
 
 def expect_weights(actual: dict[str, Tensor], expected: dict[str, Tensor], all_of_them: bool = True) -> None:

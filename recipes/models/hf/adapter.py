@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
+from converters.rules.checkpoint import is_state
 from parallel.wrapped_weight import plain
 from recipes.models.hf.reader import INDEX, Region, RegionReader
 from recipes.models.hf.rules import Rule
@@ -178,7 +179,11 @@ class HFAdapter(BaseStateDictAdapter):
 
 
 def _is_routing_state(name: str, value: Any) -> bool:
-    """Whether a state is torchtitan's balancing bias, which Hugging Face's models lack; says so if it is not zero."""
+    """Whether a state is torchtitan's balancing bias, which Hugging Face's models lack; says so if it is not zero. So
+    is the memory of delayed scaling.
+    """
+    if is_state(name):
+        return True
     if not name.endswith(".expert_bias"):
         return False
     if isinstance(value, Tensor) and value.device.type != "meta" and bool(torch.count_nonzero(value)):
