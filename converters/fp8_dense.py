@@ -26,7 +26,7 @@ from converters.dense_selection import Unit, select
 from converters.gathered_weight import JOINED, quantize_changed_shards
 from converters.linear_weight import FP8LinearWeight
 from converters.numerics import Numerics
-from converters.rules.attach import end_step
+from converters.rules.attach import connect, end_step
 from converters.selection import ALIGNMENT, ConversionReport, ConvertedWeight, SkippedModule
 from parallel.checkpoint import wrap_parameters
 
@@ -191,6 +191,7 @@ class FP8DenseConverter:
         check_layout(select(model, self.config)[0], self.config, self.job_config, self.parallel_dims)
         work = dense_work(self.job_config, self.parallel_dims)
         logger.info(convert_dense(model, self.config, work, self.delayed).summary())
+        connect(model, self.parallel_dims)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Quantizes the FSDP2 shards for the next step: one all-reduce of the maxima of all FP8 weights.
