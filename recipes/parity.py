@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         arms = parse_arms(args.models, args.arms, args.extra)
+        fate = run_arms(arms, args.folder, jobs=args.jobs, seconds=args.budget, extra=args.extra, say=_say)
     except ValueError as error:
         parser.error(str(error))
-    fate = run_arms(arms, args.folder, jobs=args.jobs, seconds=args.budget, extra=args.extra, say=_say)
     found = {"environment": environment(args.jobs), **collect(arms, args.folder)}
     write(found, args.out)
     show(found)

@@ -134,8 +134,12 @@ def run_arms(
     """Runs the arms that are not done, `jobs` at a time, for at most `seconds`. Returns what became of each.
 
     "done", "stopped" (goes on in the next call), "waiting" (not started) or the reason of a failure.
+
+    Raises:
+        ValueError: an arm was finished in `folder` by another command.
     """
     begin, said = time.monotonic(), 0.0
+    _check_done(arms, folder, extra)
     fate = {arm: "done" if arm.is_done(folder) else "waiting" for arm in arms}
     waiting = [arm for arm in arms if fate[arm] == "waiting"]
     running: list[Running] = []
@@ -159,6 +163,16 @@ def run_arms(
     finally:
         for run in running:
             os.killpg(run.process.pid, signal.SIGKILL)
+
+
+def _check_done(arms: Sequence[Arm], folder: Path, extra: Sequence[str]) -> None:
+    for arm in arms:
+        if not arm.is_done(folder):
+            continue
+        made_by, wanted = json.loads((arm.home(folder) / DONE).read_text())["command"], arm.command(folder, extra)
+        if made_by != wanted:
+            made = f"{arm.home(folder)} was made by another command: {' '.join(made_by)}."
+            raise ValueError(f"{made} Give another --folder, or remove it.")
 
 
 def _start(arm: Arm, folder: Path, jobs: int, extra: Sequence[str]) -> Running:

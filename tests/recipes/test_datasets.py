@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from recipes import documents
 from recipes.datasets import load_split, split_of
 from recipes.documents import find_files, read_jsonl, read_parquet, read_python_docs, read_text_files
 from recipes.job_config import DataConfig
@@ -81,6 +82,13 @@ def test_order_is_shuffled_by_the_seed_alone(tmp_path: Path) -> None:
     assert split(path) != [text for text in DOCUMENTS if text in set(split(path))]
 
 
+@pytest.mark.parametrize("held_out", ["validation", "test"])
+def test_held_out_documents_keep_their_order_whatever_the_seed(held_out: str, tmp_path: Path) -> None:
+    """A run validates on the first batches: seeds would be compared on different texts."""
+    path = write_jsonl(tmp_path / "data.jsonl", DOCUMENTS)
+    assert split(path, split=held_out) == split(path, split=held_out, shuffle_seed=1)
+
+
 # Readers
 
 
@@ -110,6 +118,30 @@ def test_python_docs_fill_every_split(python_docs: list[str]) -> None:
 def test_python_docs_elsewhere_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"not the folder of a CPython standard library: .*topics\.py"):
         list(read_python_docs(str(tmp_path), "text"))
+
+
+def test_python_packages_are_their_sources_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {f"p{i}/sub/m{i}.py": f"x = {i}\n" * 20 for i in range(40)}
+    files |= {
+        "p0/copy.py": files["p1/sub/m1.py"],
+        "p0/__pycache__/c.py": "no",
+        "p0/empty.py": "\n",
+        "p0/data.txt": "no",
+    }
+    files |= {"p2/table.py": "1, " * (documents.PACKAGE_FILE_CHARS // 3 + 1)}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "p0" / "latin.py").write_bytes("# é".encode("latin-1"))
+    found = list(documents.read_python_packages(str(tmp_path), "text"))
+    assert sorted(found) == sorted(f"x = {i}\n" * 20 for i in range(40))
+    monkeypatch.setattr(documents, "PACKAGES_CHARS", 1000)
+    some = list(documents.read_python_packages(str(tmp_path), "text"))
+    assert some == found[: len(some)], "a part of it is its beginning"
+    assert 1000 <= sum(map(len, some)) < 1000 + 120
+    assert some != sorted(some), "and one of many packages"
+    with pytest.raises(ValueError, match="is not a folder of installed packages"):
+        list(documents.read_python_packages(str(tmp_path / "nowhere"), "text"))
 
 
 def test_jsonl_ignores_other_keys_of_any_type(tmp_path: Path) -> None:

@@ -83,6 +83,12 @@ def test_a_budget_cut_is_saved_and_the_next_call_goes_on(arms: list[Arm], tmp_pa
     assert [len(starts(arm, tmp_path)) for arm in arms] == [2, 2, 1], "what is done is left out"
 
 
+def test_what_another_command_finished_is_not_taken_for_done(arms: list[Arm], tmp_path: Path) -> None:
+    run_arms(arms, tmp_path, jobs=3, seconds=600, extra=["--training.seq_len=8"], say=lambda line: None)
+    with pytest.raises(ValueError, match=r"m_delayed_1 was made by another command: .*seq_len=8"):
+        run_arms(arms, tmp_path, jobs=3, seconds=600, extra=[], say=lambda line: None)
+
+
 def test_no_run_starts_that_has_no_time_to_compile(arms: list[Arm], tmp_path: Path) -> None:
     fate = run_arms(arms, tmp_path, jobs=1, seconds=290, extra=[], say=lambda line: None)
     assert list(fate.values()) == ["done", "waiting", "waiting"]
