@@ -36,6 +36,9 @@ def _cause(report: Report) -> str:
     alone = [row for row in report.rows if row.alone_db is not None]
     worst = min(alone, key=lambda row: -math.inf if math.isnan(row.alone_db) else row.alone_db, default=None)
     parts = [] if worst is None else [f"lowest on its own: {worst.name}, {_db(worst.alone_db)}"]
+    zeros = [row.name for row in report.rows if row.kind == "gradient" and row.fp8_norm == 0 < row.reference_norm]
+    if zeros:
+        parts.append(f"{len(zeros)} gradients are all zeros in FP8, that of {zeros[0]} among them")
     shares = [r.choices for r in report.routing]
     if shares and min(shares) < 1:
         parts.append(f"{100 * (1 - min(shares)):.2f} % of the choices of {_flipped(report)} differ")

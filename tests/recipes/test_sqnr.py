@@ -99,6 +99,16 @@ def test_tokens_that_change_experts_are_shown_and_left_out() -> None:
     assert row(report, "output", "layers.0.moe.experts").sqnr_db > 22  # only tokens with the same experts are compared
 
 
+def test_cold_scales_show_in_the_gradients_and_warm_up() -> None:
+    """Delayed scaling turns small gradients into zeros until it has seen some: one step later nothing is left of it."""
+    small = ("--training.global_batch_size=4096", "--fp8.grouped_experts.recipe=delayed")
+    twins = build("mixtral_fp8", *small)
+    cold = measure(twins)
+    assert not cold.low_damage
+    assert "gradients are all zeros in FP8" in verdict(cold)
+    assert measure(twins, warmup=1).low_damage
+
+
 def test_gradients_have_the_size_of_a_step() -> None:
     """A batch is one of the step's micro-batches: its gradients are smaller, and its norms are those of the step."""
     one, four = measure(build()), measure(build("mixtral_fp8", "--training.global_batch_size=8"))
