@@ -109,6 +109,15 @@ def test_cold_scales_show_in_the_gradients_and_warm_up() -> None:
     assert measure(twins, warmup=1).low_damage
 
 
+def test_fused_token_path_has_the_experts_error_alone() -> None:
+    report = measure(build("mixtral_fp8", "--fp8.token_path.fused=on"))
+    assert report.low_damage
+    for layer in (0, 1):
+        experts = row(report, "output", f"layers.{layer}.moe.experts")
+        assert 22 < experts.alone_db == experts.sqnr_db < 30
+        assert 22 < row(report, "output", f"layers.{layer}.moe").same_route_db < 30
+
+
 def test_gradients_have_the_size_of_a_step() -> None:
     """A batch is one of the step's micro-batches: its gradients are smaller, and its norms are those of the step."""
     one, four = measure(build()), measure(build("mixtral_fp8", "--training.global_batch_size=8"))
