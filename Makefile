@@ -65,7 +65,7 @@ compare: $(STAMPS)/installed-train ## train a recipe in BF16 and in FP8 and comp
 	rm -rf $(RUN)_bf16 $(RUN)_fp8 # a checkpoint left there would be resumed
 	torchrun --nproc_per_node=$(NGPU) train.py --job.config_file $(TWIN)_bf16.toml --job.dump_folder $(RUN)_bf16 $(ARGS)
 	torchrun --nproc_per_node=$(NGPU) train.py --job.config_file $(TWIN)_fp8.toml --job.dump_folder $(RUN)_fp8 $(ARGS)
-	$(PY) -m recipes.compare $(RUN)_bf16 $(RUN)_fp8 --max-val-gap 0.02
+	$(PY) -m recipes.compare $(RUN)_bf16 $(RUN)_fp8 --max-val-gap 0.02 --html $(RUN).html
 
 bench: $(STAMPS)/installed-train ## time the expert MLP against BF16 and torchao
 	$(PY) -m recipes.bench $(ARGS)

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from recipes.compare_load import load_divergence
 from recipes.compare_numbers import Comparison, Report
 from recipes.compare_pairs import match, ratio
 from recipes.runs import TAGS, Run, Series
@@ -15,6 +16,8 @@ Kind = Literal["broad", "line", "seed", "dots", "rings", "points", "band", "guid
 
 # A page of 2,000 steps keeps every one; a longer run is thinned to 1,200 points a curve, lows and highs kept.
 WHOLE, THINNED = 2000, 1200
+# So few dots are drawn larger.
+FEW = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +48,9 @@ class Chart:
 
 
 def charts(report: Report) -> list[Chart]:
-    """Losses, gaps and gradient norms; a chart without a curve is left out."""
-    return [chart for chart in (loss_chart(report), gap_chart(report), norm_chart(report)) if chart.curves]
+    """Losses, gaps, gradient norms and expert loads; a chart without a curve is left out."""
+    drawn = (loss_chart(report), gap_chart(report), norm_chart(report), load_chart(report))
+    return [chart for chart in drawn if chart.curves]
 
 
 def loss_chart(report: Report) -> Chart:
@@ -76,9 +80,8 @@ def gap_chart(report: Report) -> Chart:
     for n, comparison in enumerate(report.comparisons, 1):
         curves += _gap_curves(comparison, n, "" if len(report.comparisons) == 1 else f"{comparison.b.label}, ")
     who = first.b.label if len(report.comparisons) == 1 else "Each run"
-    about = (
-        f"{who} minus {report.reference.label} on the same data. Above zero is worse. The axis holds 80 % of the dots."
-    )
+    about = f"{who} minus {report.reference.label} on the same data. Above zero is worse."
+    about += " The axis holds all curves and 80 % of the dots."
     return Chart(key="gap", title="Gap", about=about, base=0.0, curves=_kept(curves))
 
 
@@ -96,6 +99,22 @@ def norm_chart(report: Report) -> Chart:
     return Chart(key="norm", title="Gradient norm ratio", about=about, base=1.0, curves=_kept(curves))
 
 
+def load_chart(report: Report) -> Chart:
+    """Share of the rows that go to other experts than in A, in the worst layer; the seeds show what is usual."""
+    curves = [
+        _curve(seed.label, n, "seed", load.worst)
+        for n, seed in _seeds(report)
+        if (load := load_divergence(report.reference, seed))
+    ]
+    for n, comparison in enumerate(report.comparisons, 1):
+        if comparison.load:
+            curves.append(_curve(comparison.b.label, n, "line", comparison.load.worst))
+    about = (
+        f"Share of the rows that go to other experts than in {report.reference.label}, in the worst layer. 0 is equal."
+    )
+    return Chart(key="load", title="Expert load", about=about, base=0.0, curves=_kept(curves))
+
+
 def thin(curve: Curve, whole: int = WHOLE, thinned: int = THINNED) -> Curve:
     """`curve`, or some `thinned` of its points when it has more than `whole`: low and high of each stretch."""
     if len(curve.steps) <= whole:
@@ -103,6 +122,13 @@ def thin(curve: Curve, whole: int = WHOLE, thinned: int = THINNED) -> Curve:
     at = _evenly(curve, thinned) if curve.kind == "dots" else _extremes(curve, thinned)
     steps, values = (tuple(numbers[i] for i in at) for numbers in (curve.steps, curve.values))
     return Curve(name=curve.name, run=curve.run, kind=curve.kind, steps=steps, values=values)
+
+
+def beyond(chart: Chart) -> tuple[int, int]:
+    """How many dots lie beyond the axis, and of how many."""
+    low, high = value_range(chart)
+    dots = [value for curve in chart.curves if curve.kind == "dots" for value in curve.values if math.isfinite(value)]
+    return sum(not low <= value <= high for value in dots), len(dots)
 
 
 def _evenly(curve: Curve, count: int) -> list[int]:

@@ -34,17 +34,20 @@ def provenance(run: Run) -> str:
 def tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
     """What, the number, and a word about it."""
     pairs, found = comparison.pairs, []
-    for metric, name in (("val_loss", "validation loss"), ("test_loss", "test loss")):
+    for metric, name in (("val_loss", "validation"), ("test_loss", "test")):
         pair = pairs[metric]
         if pair.steps:
             more = f"{pair.b[-1]:.4f} against {pair.a[-1]:.4f}{_band(pair)}"
             found.append((f"{name}, step {pair.steps[-1]:,}", f"{pair.gap[-1]:+.4f}", more))
     loss = pairs["loss"]
     more = f"mean of {comparison.limits.smooth} logged steps{_band(loss)}"
-    found.append((f"training loss, step {loss.steps[-1]:,}", f"{loss.smoothed[-1]:+.4f}", more))
+    found.append((f"training, step {loss.steps[-1]:,}", f"{loss.smoothed[-1]:+.4f}", more))
     if norm := comparison.norm_ratio:
         more = f"farthest from 1, at step {norm.steps[norm.worst]:,}"
         found.append(("gradient norm", f"{norm.values[norm.worst]:.4f}x", more))
+    if comparison.load:
+        step, share = comparison.load.last
+        found.append(("rows to other experts", f"{share:.1%}", f"{comparison.load.layer}, step {step:,}"))
     speed, memory = pairs["tokens_per_second"], pairs["memory_gib"]
     if speed.steps and speed.medians()[0]:
         a, b = speed.medians()

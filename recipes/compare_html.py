@@ -11,7 +11,7 @@ from recipes.compare_charts import Chart, Curve, charts, thin
 from recipes.compare_facts import Facts, config_facts, provenance, run_facts, tiles, validation_facts
 from recipes.compare_numbers import Comparison, Report
 from recipes.compare_svg import draw
-from recipes.compare_tables import band_note, smoothing_note, summary_rows
+from recipes.compare_tables import band_note, notes, smoothing_note, summary_rows
 from recipes.compare_verdict import BETTER, RULES, SAME, UNKNOWN, WORSE
 from recipes.run_info import versions
 
@@ -139,8 +139,7 @@ def _section(title: str, about: str, facts: Facts | None) -> str:
 
 
 def _notes(report: Report) -> str:
-    notes = dict.fromkeys(note for comparison in report.comparisons for note in comparison.notes)
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes(report))
     return f'<section><h2>Notes</h2><ul class="notes">{items}</ul></section>' if items else ""
 
 

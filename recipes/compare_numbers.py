@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recipes.compare_checks import check_band, check_comparable
+from recipes.compare_load import LoadDivergence, load_divergence
 from recipes.compare_pairs import Pair, Ratio, match, ratio
 from recipes.compare_verdict import EXIT_CODES, UNKNOWN, WORSE, Judgement, judge, verdict
 from recipes.run_info import config_differences
@@ -38,6 +39,7 @@ class Comparison:
     limits: Limits
     pairs: dict[str, Pair]
     norm_ratio: Ratio | None
+    load: LoadDivergence | None
     broken: tuple[str, ...]
     exceeded: tuple[str, ...]
     notes: tuple[str, ...]
@@ -125,8 +127,9 @@ def compare_runs(a: Run, b: Run, limits: Limits, seeds: Sequence[Run] = ()) -> C
     judgements = _judgements(pairs, limits)
     broken = (*non_finite(a), *non_finite(b))
     differences = {} if not (a.info and b.info) else config_differences(a.info["config"], b.info["config"])
+    norm, load = ratio(pairs["grad_norm"], limits.smooth), load_divergence(a, b)
     return Comparison(
-        a=a, b=b, limits=limits, pairs=pairs, norm_ratio=ratio(pairs["grad_norm"], limits.smooth), broken=broken,
+        a=a, b=b, limits=limits, pairs=pairs, norm_ratio=norm, load=load, broken=broken,
         exceeded=_exceeded(pairs, limits), notes=tuple(notes), config_differences=differences,
         judgements=judgements, word=_word(b, broken, judgements),
     )  # fmt: skip

@@ -68,7 +68,7 @@ def _pair_json(comparison: Comparison) -> dict[str, Any]:
         "failures": list(comparison.failures),
         "judgements": [asdict(judgement) for judgement in comparison.judgements],
     }
-    norm = comparison.norm_ratio
+    norm, load = comparison.norm_ratio, comparison.load
     return {
         "verdict": verdict,
         "limits": asdict(comparison.limits),
@@ -77,6 +77,7 @@ def _pair_json(comparison: Comparison) -> dict[str, Any]:
         "config_differences": comparison.config_differences,
         "metrics": {name: pair.as_dict() for name, pair in comparison.pairs.items()},
         "grad_norm_ratio": norm and {**asdict(norm), "worst": norm.values[norm.worst], "at": norm.steps[norm.worst]},
+        "load_divergence": load and asdict(load),
     }
 
 

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from recipes.compare_charts import Chart, gap_chart, loss_chart, value_range
+from recipes.compare_charts import FEW, Chart, beyond, gap_chart, loss_chart, value_range
 from recipes.compare_facts import provenance
 from recipes.compare_numbers import Report
 
@@ -81,7 +81,9 @@ def _draw(axes: Axes, chart: Chart, size: float) -> None:
                 label = "other seeds" if curve.name == seeds[0] else None
                 axes.plot(steps, values, color=SEED, lw=1.0 * size, label=label, zorder=1)
             case "dots":
-                axes.plot(steps, values, ".", ms=4 * size, color=colour, alpha=0.3, mew=0, label=curve.name, zorder=1.5)
+                few = len(steps) < FEW
+                style = {"ms": (6 if few else 4) * size, "alpha": 0.6 if few else 0.3, "mew": 0, "zorder": 1.5}
+                axes.plot(steps, values, ".", color=colour, label=curve.name, **style)
             case "rings":
                 style = {"mfc": "white", "mec": colour, "mew": 1.8 * size}
                 axes.plot(steps, values, "o", ms=9 * size, label=curve.name, zorder=4, **style)
@@ -93,7 +95,16 @@ def _draw(axes: Axes, chart: Chart, size: float) -> None:
     if chart.base is not None:
         axes.axhline(chart.base, color=INK, lw=0.9 * size, zorder=1)
     axes.set_ylim(*value_range(chart))
+    _say_what_is_beyond(axes, chart, size)
     _style(axes, size)
+
+
+def _say_what_is_beyond(axes: Axes, chart: Chart, size: float) -> None:
+    outside, dots = beyond(chart)
+    if outside:
+        said = f"{outside:,} of {dots:,} steps lie beyond the axis"
+        where = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
+        axes.text(0.995, 0.015, said, size=max(5.4, 8 * size), color=MUTED, zorder=6, **where)
 
 
 def _legend(axes: Axes, **where: object) -> None:

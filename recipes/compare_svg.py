@@ -4,12 +4,12 @@ import math
 from html import escape
 from itertools import pairwise
 
-from recipes.compare_charts import Chart, Curve, thin, value_range
+from recipes.compare_charts import FEW, Chart, Curve, thin, value_range
 
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 58, 24, 12, 28
 # What the width resolves; the script draws from all points.
-POINTS = 420
+POINTS = 420  # above FEW: dots that are many stay small
 
 
 def draw(chart: Chart, first: int, last: int) -> str:
@@ -61,6 +61,7 @@ def _grid(frame: _Frame) -> str:
         if step == int(step):
             x = f"{frame.x(step):.1f}"
             parts.append(f'<text x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{int(step):,}</text>')
+    parts.append(f'<text x="{LEFT - 8}" y="{HEIGHT - 8}" text-anchor="end">step</text>')
     return f'<g class="grid">{"".join(parts)}</g>'
 
 
@@ -81,14 +82,16 @@ def _curve(curve: Curve, frame: _Frame) -> str:
             f'<line class="{marks}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>' for y in ends
         )
     if curve.kind in ("dots", "rings", "points"):
-        return "".join(_mark(curve.kind, marks, x, y) for x, y in points if y is not None)
+        few = curve.kind == "dots" and len(points) < FEW
+        return "".join(_mark(curve.kind, marks, x, y, few) for x, y in points if y is not None)
     return f'<path class="{marks}" d="{_path(points)}"/>'
 
 
-def _mark(kind: str, marks: str, x: float, y: float) -> str:
+def _mark(kind: str, marks: str, x: float, y: float, few: bool) -> str:
     if kind == "points":
         return f'<path class="{marks}" d="M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5z"/>'
-    return f'<circle class="{marks}" cx="{x:.1f}" cy="{y:.1f}" r="{5 if kind == "rings" else 1.6}"/>'
+    radius = 5 if kind == "rings" else 2.4 if few else 1.6
+    return f'<circle class="{marks}{" few" * few}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>'
 
 
 def _path(points: list[tuple[float, float | None]]) -> str:

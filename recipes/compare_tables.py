@@ -25,14 +25,21 @@ def print_report(report: Report, console: Console) -> None:
     """Prints each comparison's tables and notes, then all verdicts, one line each."""
     for comparison in report.comparisons:
         _print_comparison(comparison, console)
-    notes = dict.fromkeys(note for comparison in report.comparisons for note in comparison.notes)
-    for note in [*notes, *([band_note(report)] if report.seeds else [])]:
+    for note in [*notes(report), *([band_note(report)] if report.seeds else [])]:
         console.print(Text(f"Note: {note}", style="yellow"))
     for comparison in report.comparisons:
         colour = {True: "bold green", False: "bold red", None: "bold"}[comparison.passed]
         console.print(Text(comparison.verdict, style=colour), soft_wrap=True)
         for line in comparison.exceeded:
             console.print(Text(f"FAIL: {line}", style="bold red"), soft_wrap=True)
+
+
+def notes(report: Report) -> list[str]:
+    """What the runs differ in or could not be checked for, and what gaps are held against where nothing was given."""
+    found = dict.fromkeys(note for comparison in report.comparisons for note in comparison.notes)
+    if not report.seeds and not report.comparisons[0].limits.given:
+        found["Tolerance: 0.25 % of the loss, as there are no runs of other seeds (--band) and no limits."] = None
+    return list(found)
 
 
 def smoothing_note(comparison: Comparison) -> str:
@@ -161,6 +168,11 @@ def _cost_rows(comparison: Comparison) -> list[Row]:
         if metric == "grad_norm" and (norm := comparison.norm_ratio):
             name = f"  smoothed ratio farthest from 1, step {norm.steps[norm.worst]}"
             rows.append((name, "", "", "", f"{norm.values[norm.worst]:.4f}", ""))
+    if comparison.load:
+        step, share = comparison.load.last
+        rows.append(
+            (f"rows that go to other experts, {comparison.load.layer}, step {step}", "", "", f"{share:.2%}", "", "")
+        )
     if pairs["memory_gib"].steps:
         rows.append(("peak memory a device, GiB", *_row(*pairs["memory_gib"].maxima(), "{:.3f}"), ""))
     peaks = [(run.info or {}).get("mfu_peak") for run in (comparison.a, comparison.b)]

@@ -11,8 +11,8 @@ SAME, WORSE, BETTER, UNKNOWN = "same", "worse", "better", "too short or too smal
 RULES = (
     "A gap is B - A at the last common step: of the training loss smoothed, of the validation loss as it is. It is "
     "held against the band of seeds where there is one; else against the limits of the command line, which then decide "
-    "alone; else against 0.25 % of A's loss, within which DeepSeek-V3 reports its FP8 training to stay (arXiv "
-    "2412.19437, section 3.3).",
+    "alone; else against a tolerance of 0.25 % of A's loss, within which DeepSeek-V3 reports its FP8 training to stay "
+    "(arXiv 2412.19437, section 3.3).",
     "Too short: fewer than 10 common logged steps. Too small: neither the fall of A's loss nor the gap is 10 times "
     "what the gap is held against, so a difference had nothing to show itself in. Too noisy: half of the gap's 95 % "
     "interval is wider than what it is held against (a band of validations has that noise in itself), or the gap is "
@@ -34,7 +34,7 @@ UNMEASURED = 0.0025
 
 @dataclass(frozen=True, kw_only=True)
 class Yardstick:
-    """What a gap is held against: its size, and whether it is a band, a limit or a share of the loss."""
+    """What a gap is held against: its size, and what it is: "band", "limit" or "tolerance"."""
 
     size: float
     kind: str
@@ -117,7 +117,7 @@ def _yardstick(pair: Pair, limit: float | None) -> Yardstick:
         return Yardstick(size=pair.band[-1], kind="band")
     if limit is not None:
         return Yardstick(size=limit, kind="limit")
-    return Yardstick(size=UNMEASURED * abs(pair.a[-1]), kind=f"{UNMEASURED:.2%} of the loss")
+    return Yardstick(size=UNMEASURED * abs(pair.a[-1]), kind="tolerance")
 
 
 def _decide(gap: float, noise: float, held: Yardstick, training: Pair, seeded: bool) -> tuple[str, str]:
@@ -136,7 +136,7 @@ def _decide(gap: float, noise: float, held: Yardstick, training: Pair, seeded: b
     if abs(gap) - noise > held.size:
         return beyond, ""
     if noise > held.size and not seeded:
-        return UNKNOWN, f"the gap's noise is ±{noise:.4f}, wider than the {held.kind}"
+        return UNKNOWN, f"the gap's noise is ±{noise:.4f}, wider than the {held.kind}: train longer or smooth more"
     if abs(gap) > held.size:
         return UNKNOWN, f"beyond the {held.kind} by less than the gap's noise, ±{noise:.4f}"
     return SAME, ""

@@ -67,6 +67,7 @@
         parts.push(`<text x="${f.x(step).toFixed(1)}" y="${f.height - 8}" text-anchor="middle">${step.toLocaleString("en")}</text>`);
       }
     }
+    parts.push(`<text x="${f.left - 8}" y="${f.height - 8}" text-anchor="end">step</text>`);
     return `<g class="grid">${parts.join("")}</g>`;
   }
 
@@ -88,9 +89,12 @@
       case "points":
         return seen.map(([px, v]) => `<path class="${marks}" d="M${px} ${(f.y(v) - 5).toFixed(1)}l5 5l-5 5l-5 -5z"/>`).join("");
       case "dots":
-      case "rings":
+      case "rings": {
+        const few = curve.kind === "dots" && seen.length < 400;
+        const radius = curve.kind === "rings" ? 5 : few ? 2.4 : f.width < 520 ? 1 : 1.6;
         return seen.map(([px, v]) =>
-          `<circle class="${marks}" cx="${px}" cy="${f.y(v).toFixed(1)}" r="${curve.kind === "rings" ? 5 : 1.6}"/>`).join("");
+          `<circle class="${marks}${few ? " few" : ""}" cx="${px}" cy="${f.y(v).toFixed(1)}" r="${radius}"/>`).join("");
+      }
       default: {
         let pen = "M"; // a nan or inf leaves a hole
         const path = at.map(([px, v]) => { const out = v === null ? "" : pen + point(px, v); pen = v === null ? "M" : "L"; return out; });
@@ -110,20 +114,17 @@
 
   function point(step) {
     state.at = step;
-    const said = step === null ? null : charts[0].nearest(step);
+    const said = charts[0].nearest(step === null ? state.range[1] : step); // without a pointer: the last values
     const [first, last] = state.range.map((s) => s.toLocaleString("en"));
-    output.textContent = said === null ? `steps ${first} to ${last}` : `step ${said.toLocaleString("en")}`;
+    output.textContent = `steps ${first} to ${last}, values at ${said.toLocaleString("en")}`;
     for (const chart of charts) {
       const line = chart.svg.querySelector(".cursor");
-      line.setAttribute("visibility", said === null ? "hidden" : "visible");
-      if (said !== null) for (const end of ["x1", "x2"]) line.setAttribute(end, chart.frame.x(said).toFixed(1));
+      line.setAttribute("visibility", step === null ? "hidden" : "visible");
+      for (const end of ["x1", "x2"]) line.setAttribute(end, chart.frame.x(said).toFixed(1));
       for (const curve of chart.curves) {
-        const x = xs[curve.x], i = said === null ? -1 : indexAt(x, said), mark = curve.kind === "points" || curve.kind === "rings";
-        // Marks stand far apart: their value shows beside them only.
-        const near = i >= 0 && Math.abs(x[i] - said) <= (mark ? 0.02 * (state.range[1] - state.range[0]) : Infinity);
-        const value = near ? curve.y[i] : null;
+        const value = curve.y[indexAt(xs[curve.x], said)]; // of marks, which stand far apart, the nearest
         const sign = curve.kind === "band" || curve.kind === "guide" ? "±" : chart.base === 0 && value > 0 ? "+" : "";
-        curve.shown.textContent = value === null ? "" : sign + value.toFixed(chart.base === 1 ? 4 : 5);
+        curve.shown.textContent = value === null ? "–" : sign + value.toFixed(chart.base === 1 ? 4 : 5);
       }
     }
   }
