@@ -10,9 +10,10 @@ Every rank holds the state of all experts, the same: maxima are reduced over `gr
 checkpoint does not depend on the layout.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from converters.delayed_config import DelayedConfig
 from converters.rules.delayed import multiplier_for, update
 from converters.rules.formats import E4M3, FORMATS, Format
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,19 @@ class Slots(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Keeps float32 whatever the model is cast to, and is as new when it leaves the meta device."""
-        was_meta = self.multiplier.is_meta
+        was_meta = _local(self.multiplier).is_meta
         to_float32 = lambda t: t if (out := fn(t)) is t else _moved(t, out)  # noqa: E731
         super()._apply(to_float32, recurse)
-        if was_meta and not self.multiplier.is_meta:
+        if was_meta and not _local(self.multiplier).is_meta:
             self.reset()
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        """A model of a run without state loads too, and then this one begins as new."""
+        if any(name.startswith(prefix) for name in state_dict):
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+        else:
+            logger.warning("%s is not in what is loaded: delayed scaling begins as in a new run.", prefix)
 
     def tensors(self) -> list[Tensor]:
         """amax_history, multiplier, used, cached, fresh: this rank's."""

@@ -82,7 +82,7 @@ class Row:
     model: str = "four_experts"
     fp8: FP8GroupedExpertsConfig | None = None
     dense: FP8DenseConfig | None = None
-    delayed: DelayedConfig = DelayedConfig()
+    delayed: DelayedConfig = field(default_factory=DelayedConfig)
     fused: Fused = "off"
     steps: int = STEPS
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -1,7 +1,6 @@
 """The scale rules for studying, in layouts: as in one process, and delayed scaling's memory through a checkpoint.
 
-Maxima are reduced over all ranks, so delayed scaling has the same scales in every layout. Tensorwise has not: an
-expert's rows on one rank are a tensor of their own.
+Maxima are reduced over all ranks, so delayed scaling has the same scales in every layout.
 """
 
 import json
@@ -28,15 +27,13 @@ PER_STEP = DelayedConfig(amax_history_len=4, update="step")  # the same scales h
 
 
 def by(recipe: str, row: Row, delayed: DelayedConfig = PER_STEP, **config: str) -> Row:
-    return replace(row, steps=3, delayed=delayed, fp8=FP8GroupedExpertsConfig(recipe=recipe, **config))
+    return replace(row, steps=2, delayed=delayed, fp8=FP8GroupedExpertsConfig(recipe=recipe, **config))
 
 
 ROWS: dict[str, Row] = {
-    **{f"one/{recipe}": by(recipe, Row()) for recipe in ("delayed", "tensorwise", "blockwise")},
-    "one/delayed_sequential": by("delayed", Row(), experts="sequential"),
+    **{f"one/{recipe}": by(recipe, Row()) for recipe in ("delayed", "blockwise")},
     "one/delayed_accumulated": by("delayed", Row()).but(training__local_batch_size=2),
     "one/delayed_recomputed": by("delayed", Row()).but(**RECOMPUTE["full"]),
-    "one/delayed_compiled": by("delayed", Row()).but(**COMPILE),
     "fsdp2/delayed": by("delayed", Row(shard=2)),
     "fsdp2_ep2/delayed": by("delayed", Row(shard=2, ep=2)),
     "fsdp2_ep2/delayed_sequential": by("delayed", Row(shard=2, ep=2), experts="sequential"),
@@ -45,9 +42,7 @@ ROWS: dict[str, Row] = {
     "ddp2/delayed": by("delayed", Row(replicate=2)),
     "tp2_ep2_etp1/delayed": by("delayed", Row(tp=2, ep=2)),
     "pp2/delayed": by("delayed", pipeline("1F1B")),
-    "fsdp2_ep2/tensorwise": by("tensorwise", Row(shard=2, ep=2)),
     "fsdp2_ep2/blockwise": by("blockwise", Row(shard=2, ep=2)),
-    "fsdp2/blockwise": by("blockwise", Row(shard=2)),
 }
 SAME_BITS = {
     "one/delayed_recomputed": "one/delayed",
@@ -72,7 +67,9 @@ def two_a_a_resumed_run_is_the_same(folder: Path) -> None:
     assert unbroken(SAVED, folder, "saved")[3:] == resumed(SAVED, folder, "saved")
     saved = torch.load(folder / "saved.pt")
     history = saved["layers.0.moe.experts.delayed.fwd.amax_history"]
-    assert history.shape == (4, 4, 4) and bool((history[1:] > 0).all()) and bool((history[0] == 0).all())
+    assert history.shape == (4, 4, 4)
+    assert bool((history[1:] > 0).all())
+    assert bool((history[0] == 0).all())
 
 
 def two_b_bf16_opens_it_and_it_opens_bf16(folder: Path) -> None:
