@@ -119,6 +119,8 @@ def layout_problem(job_config: JobConfig, dims: ParallelDims, dispatches: bool) 
 def _numerics_problem(n: Numerics) -> str | None:
     if n.recipe != "tokenwise" or n.wgrad != "fp8":
         return f"its rows exist in FP8 only, one scale each: recipe = {n.recipe!r}, wgrad = {n.wgrad!r} need others"
+    if n.backend == "emulated":
+        return f"the emulated backend has no kernels for it (grad_dtype = {n.grad_dtype!r})"
     return None
 
 

@@ -34,7 +34,7 @@ def contracted(a: Operand, b: Operand, rows: Ragged, dtype: torch.dtype) -> Tens
 
 def contracted_hp(a: Tensor, b: Tensor, rows: Ragged, dtype: torch.dtype) -> Tensor:
     """`contracted` of tensors that are not quantized."""
-    if a.is_cuda:
+    if a.is_cuda and len(a):
         dw = torch._grouped_mm(a.bfloat16().t(), b.bfloat16(), offs=rows.offs)
         return torch.where((rows.sizes > 0).view(-1, 1, 1), dw, 0).to(dtype)
     out = a.new_zeros((rows.experts, a.shape[1], b.shape[1]), dtype=dtype)
@@ -49,7 +49,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def _grouped(x: Tensor, w: Tensor, rows: Ragged) -> Tensor:
-    if x.is_cuda:
+    if x.is_cuda and len(x):
         return torch._grouped_mm(x, w, offs=rows.offs)
     out = x.new_zeros((x.shape[0], w.shape[2]))
     for e, span in enumerate(_spans(rows)):
