@@ -5,8 +5,10 @@
 
 One autograd function holds it all, so no FP8 tensor poses as another dtype in the graph. A row is quantized once, by
 the rank that has it, and what arrives is the operand of the GEMMs. Sums over experts come later and in high precision.
+dx travels while the weight gradient of w1 and w3 is computed.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from converters.expert_mlp import backward_rows, forward_rows, gathered_scales, 
 from converters.scaling import compute_dtype
 from converters.telemetry_mlp import Parts, mlp_backward, mlp_forward, sent_rows
 from converters.telemetry_rows import PlainRows
-from parallel.expert_parallel import Dispatch, from_experts, to_experts
+from parallel.expert_parallel import Dispatch, arrived, from_experts, start_from_experts, to_experts
 from parallel.wrapped_weight import plain
 
 
@@ -59,9 +61,11 @@ class _DispatchedMLP(torch.autograd.Function):
         scales = gathered_scales(w1, w2, w3)
         weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=True)
         watch, dtypes = mlp_backward(*measured_parts(w1, w2, w3), dispatch.offs, None, y13), (y13.dtype, w1.dtype)
-        dx, dw13, dw2 = backward_rows((g8, sg, None), (x8, sx, None), (h8, sh), y13, weights, groups, dtypes, n, watch)
+        send = partial(start_from_experts, dispatch=dispatch)
+        rows = (g8, sg, None), (x8, sx, None), (h8, sh)
+        dx, dw13, dw2 = backward_rows(*rows, y13, weights, groups, dtypes, n, watch, send)
         dw1, dw3 = dw13.unbind(0)
-        return from_experts(dx, dispatch).to(ctx.x_dtype), dw1, dw2, dw3, None, None, None
+        return arrived(dx).to(ctx.x_dtype), dw1, dw2, dw3, None, None, None
 
 
 def dispatched_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, dispatch: Dispatch, numerics: Numerics) -> Tensor:

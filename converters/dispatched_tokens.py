@@ -1,83 +1,129 @@
-"""`routed_mlp` on tokens whose experts live on other ranks: dispatched_mlp.py between the kernels of routed_mlp.py.
+"""`routed_mlp` on tokens whose experts live on other ranks: two halves, and what else there is to compute between them.
 
-    forward   x8,sx = rows of x   ==FP8==>   MLP, o   --dtype-->   out = base + sums of o
-    backward  g8,sg = rows of g   ==FP8==>   MLP backward, d   --dtype-->   dx = sums of d
+    forward    _Experts   x8,sx = rows of x  ==FP8==>  MLP, o  --dtype-->     the shared expert is computed now
+               _Combine   out = base + sums of o
+    backward   _Combine   g8,sg = rows of g  ==FP8==>                         the shared expert's backward runs now
+               _Experts   MLP backward, d  --dtype-->  (dw13 meanwhile)  dx = sums of d
 
-A row leaves the kernel that made it as the bytes that travel, and what comes back is summed up as it arrives.
+A row leaves the kernel that made it as the bytes that travel, and what comes back is summed up as it arrives. On a GPU
+the two all-to-alls marked above hide behind what is computed meanwhile: autograd runs the backward of what was computed
+last first, so the shared expert's before that of `_Experts`.
+
+What goes from one half to the other in FP8 goes past autograd, in a `Flight`: no FP8 tensor poses as another dtype.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from converters.backends import get_backend
+from converters.backends.reference import FP8
 from converters.config import Numerics
 from converters.dispatched_mlp import measured_parts
 from converters.expert_mlp import backward_rows, forward_rows, gathered_scales, quantized_weights
-from converters.routed_mlp import combined, gradient_rows, gradient_tokens, out_dtype, rows_of
+from converters.routed_mlp import combined, gradient_tokens, out_dtype, token_kernels
 from converters.scaling import compute_dtype
 from converters.telemetry_mlp import mlp_backward, mlp_forward, sent_rows
 from converters.telemetry_rows import RoutedRows
-from parallel.expert_parallel import Dispatch, from_experts, to_experts
+from parallel.expert_parallel import Dispatch, arrived, at_experts, start_from_experts, start_to_experts
 from parallel.wrapped_weight import plain
 
 
-class _DispatchedTokens(torch.autograd.Function):
+class Flight:
+    """One call: how its rows travel, and the gradient on its way from `_Combine` to `_Experts`."""
+
+    def __init__(self, dispatch: Dispatch, before: bool, numerics: Numerics, width: int, w1: Tensor) -> None:
+        self.dispatch, self.before, self.numerics, self.width, self.w1 = dispatch, before, numerics, width, w1
+        self.gradient: Tensor | None = None
+
+    def depart(
+        self, key: str, x: Tensor, slots: Tensor, scores: Tensor, weighted: bool, other: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Quantizes the rows of x [T, D] and starts them on their way. -> what is coming, dots. key: for telemetry."""
+        M, factor = scores.shape[0], scores if weighted else None
+        packed, dots = token_kernels(self.numerics.backend).to_packed_rows(x, slots, M, factor, other)
+        quantized = packed[:, : self.width].view(FP8), packed.view(torch.float32)[:, self.width // 4]
+        sent_rows(plain(self.w1), key, RoutedRows(x, slots, M, factor), quantized)
+        return start_to_experts(packed, self.dispatch), dots
+
+    def arrive(self, coming: Tensor) -> tuple[Tensor, Tensor]:
+        """-> q [R, D], scale [R], sorted by expert."""
+        q, scale = at_experts(coming, [(FP8, (self.width,)), (torch.float32, ())], self.dispatch)
+        return q, scale
+
+
+class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         scores: Tensor,
         slots: Tensor,
-        base: Tensor | None,
         w1: Tensor,
         w2: Tensor,
         w3: Tensor,
-        dispatch: Dispatch,
-        before: bool,
-        n: Numerics,
-        dtypes: tuple[torch.dtype, torch.dtype],
+        flight: Flight,
+        dtype: torch.dtype,
     ) -> Tensor:
-        x8, sx = rows_of(x, slots, scores, before, n.backend)
-        sent_rows(plain(w1), "x", RoutedRows(x, slots, scores.shape[0], scores if before else None), (x8, sx))
-        x8, sx = to_experts([x8, sx], dispatch)
-        groups = get_backend(n.backend).groups(dispatch.offs, x8.shape[0])
+        """-> o [M, D], not yet arrived."""
+        n, offs = flight.numerics, flight.dispatch.offs
+        x8, sx = flight.arrive(flight.depart("x", x, slots, scores, flight.before)[0])
+        groups = get_backend(n.backend).groups(offs, x8.shape[0])
         scales = gathered_scales(w1, w2, w3)
         weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=False)
-        o, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtypes[0], n)
-        mlp_forward(*measured_parts(w1, w2, w3), weights, dispatch.offs, None, (x8, sx), y13, (h8, sh), o)
-        o = from_experts(o, dispatch)
-        kept = (x, None) if before else (None, o)
-        ctx.save_for_backward(*kept, scores, slots, x8, sx, y13, h8, sh, w1, w2, w3)
-        ctx.dispatch, ctx.before, ctx.numerics, ctx.x_dtype = dispatch, before, n, x.dtype
-        ctx.base_dtype = None if base is None else base.dtype
-        return combined(o, slots, scores, base, before, dtypes[1], n.backend)
+        o, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
+        mlp_forward(*measured_parts(w1, w2, w3), weights, offs, None, (x8, sx), y13, (h8, sh), o)
+        ctx.save_for_backward(x if flight.before else None, scores, slots, x8, sx, y13, h8, sh, w1, w2, w3)
+        ctx.flight, ctx.x_dtype = flight, x.dtype
+        return start_from_experts(o, flight.dispatch)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        dispatch, before, n = ctx.dispatch, ctx.before, ctx.numerics
-        x, o, scores, slots, x8, sx, y13, h8, sh, w1, w2, w3 = ctx.saved_tensors
-        g8, sg, ds = gradient_rows(g, slots, scores, o, before, n.backend)
-        sent_rows(plain(w1), "g", RoutedRows(g, slots, scores.shape[0], None if before else scores), (g8, sg))
-        g8, sg = to_experts([g8, sg], dispatch)
-        groups = get_backend(n.backend).groups(dispatch.offs, g8.shape[0])
+        """g says nothing: the gradient is in flight."""
+        flight, n, offs = ctx.flight, ctx.flight.numerics, ctx.flight.dispatch.offs
+        x, scores, slots, x8, sx, y13, h8, sh, w1, w2, w3 = ctx.saved_tensors
+        g8, sg = flight.arrive(flight.gradient)
+        flight.gradient = None
+        groups = get_backend(n.backend).groups(offs, g8.shape[0])
         scales = gathered_scales(w1, w2, w3)
         weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=True)
-        watch, dtypes = mlp_backward(*measured_parts(w1, w2, w3), dispatch.offs, None, y13), (y13.dtype, w1.dtype)
-        d, dw13, dw2 = backward_rows((g8, sg, None), (x8, sx, None), (h8, sh), y13, weights, groups, dtypes, n, watch)
-        d = from_experts(d, dispatch)
-        dx, ds_before = gradient_tokens(d, slots, scores, x, before, ctx.x_dtype, n.backend)
-        dbase = None if ctx.base_dtype is None else g.to(ctx.base_dtype)
+        watch, dtypes = mlp_backward(*measured_parts(w1, w2, w3), offs, None, y13), (y13.dtype, w1.dtype)
+        send = partial(start_from_experts, dispatch=flight.dispatch)
+        rows = (g8, sg, None), (x8, sx, None), (h8, sh)
+        d, dw13, dw2 = backward_rows(*rows, y13, weights, groups, dtypes, n, watch, send)
+        dx, ds = gradient_tokens(arrived(d), slots, scores, x, flight.before, ctx.x_dtype, n.backend)
         dw1, dw3 = dw13.unbind(0)
-        return dx, ds_before if before else ds, None, dbase, dw1, dw2, dw3, *(None,) * 4
+        return dx, ds if flight.before else None, None, dw1, dw2, dw3, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, o: Tensor, scores: Tensor, slots: Tensor, base: Tensor | None, flight: Flight, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(scores, slots, None if flight.before else o)
+        ctx.flight, ctx.base_dtype = flight, None if base is None else base.dtype
+        ctx.rows = {"size": o.shape, "dtype": o.dtype}
+        return combined(arrived(o), slots, scores, base, flight.before, dtype, flight.numerics.backend)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        scores, slots, o = ctx.saved_tensors
+        flight, after = ctx.flight, not ctx.flight.before
+        flight.gradient, ds = flight.depart("g", g.contiguous(), slots, scores, after, o)
+        nothing = g.new_zeros((), dtype=ctx.rows["dtype"]).expand(ctx.rows["size"])
+        dbase = None if ctx.base_dtype is None else g.to(ctx.base_dtype)
+        return nothing, ds if after else None, None, dbase, None, None
 
 
 def dispatched_tokens(
     x: Tensor,
     scores: Tensor,
     slots: Tensor,
-    base: Tensor | None,
+    base: Callable[[], Tensor] | None,
     w1: Tensor,
     w2: Tensor,
     w3: Tensor,
@@ -87,7 +133,10 @@ def dispatched_tokens(
 ) -> Tensor:
     """`routed_mlp` with the plan `dispatch` instead of offs, which all ranks of the group have agreed on.
 
-    x [T, D] and its M rows are this rank's, w1, w3 [E_local, H, D] and w2 [E_local, D, H] its experts. -> [T, D].
+    x [T, D] and its M rows are this rank's, w1, w3 [E_local, H, D] and w2 [E_local, D, H] its experts; base computes
+    [T, D] while the rows are away. -> [T, D].
     """
-    dtypes = compute_dtype(x), out_dtype(x, base)
-    return _DispatchedTokens.apply(x.contiguous(), scores, slots, base, w1, w2, w3, dispatch, before, numerics, dtypes)
+    flight = Flight(dispatch, before, numerics, x.shape[1], w1)
+    o = _Experts.apply(x.contiguous(), scores, slots, w1, w2, w3, flight, compute_dtype(x))
+    added = None if base is None else base()
+    return _Combine.apply(o, scores, slots, added, flight, out_dtype(x, added))

@@ -56,11 +56,12 @@ def backward_rows(
     dtypes: Dtypes,
     n: Numerics,
     watch: MLPBackward | None = None,
+    send: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward from the quantized gradient on: -> dx [M, D], dw13 [2, E, H, D], dw2 [E, D, H].
 
     g and x may carry their high-precision tensors, h is (h8, sh); dtypes: of dx and of the weight gradients. watch:
-    telemetry of this backward.
+    telemetry of this backward. send: starts dx on its way while dw13 is computed; what it returns comes back for dx.
     """
     backend, w2, hp = get_backend(n.backend), weights[1](), n.wgrad_from_hp
     dh = backend.gemm_rows(g[0], g[1], w2.q_t, w2.scale_t, groups, y13.dtype, n.accumulate)
@@ -74,10 +75,13 @@ def backward_rows(
     w13 = weights[0]()
     dx = backend.gemm_rows(dy8, sdy, w13.q_t, w13.scale_t, groups, dtypes[0], n.accumulate)
     del w13
+    sent = dx if send is None else send(dx)
+    if watch is None:
+        del dx
     dw13 = wgrad((dy8, sdy, dy), x, groups, dtypes[1], n, parts=2)
     if watch is not None:
         watch.see_results(g[:2], x[1], dx, dw13, dw2)
-    return dx, dw13, dw2
+    return sent, dw13, dw2
 
 
 def quantized_weights(w1: Tensor, w2: Tensor, w3: Tensor, scales: Scales, n: Numerics, backward: bool) -> Weights:

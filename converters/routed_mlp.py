@@ -34,7 +34,7 @@ from converters.telemetry_rows import RoutedRows
 
 @cache
 def token_kernels(backend: str) -> ModuleType:
-    """The module with `to_rows` and `to_tokens` of a backend."""
+    """The module with `to_rows`, `to_packed_rows` and `to_tokens` of a backend."""
     return import_module("converters.kernels.tokens" if backend == "hopper" else "converters.backends.reference_tokens")
 
 

@@ -59,10 +59,10 @@ def experts_forward(
     """x [T, D], counts [E] of rows -> [T, D]. weights: local w1, w2, w3; group: of FP8 expert parallelism."""
     slots = slots_of(routes.order, x.shape[0], routes.top_k)
     scores = routes.scores.float()
-    dispatch = None if group is None else plan(counts, group)
+    if group is not None:
+        dispatch = plan(counts, group)
+        return dispatched_tokens(x, scores, slots, routes.base, *weights, dispatch, routes.before, numerics)
     base = None if routes.base is None else routes.base()
-    if dispatch is not None:
-        return dispatched_tokens(x, scores, slots, base, *weights, dispatch, routes.before, numerics)
     offs = torch.cumsum(counts, dim=0, dtype=torch.int32)
     return routed_mlp(x, scores, slots, base, *weights, offs, routes.before, numerics)
 

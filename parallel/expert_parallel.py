@@ -4,19 +4,21 @@
 
 `to_experts` sends several tensors of one row each (FP8 values and their scales) as bytes in one all-to-all, and sorts
 what arrives from rank-major to expert-major order. `from_experts` is the way back. Neither is differentiable: the
-caller's autograd function sends gradients along the same `Dispatch`, which is a value and lives nowhere else.
+caller's autograd function sends gradients along the same `Dispatch`, which is a value and lives nowhere else. Each has
+a first half that starts the all-to-all and a second that needs it to be over; on a GPU what is computed between the two
+hides it.
 
 Groups are not padded: R is the number of rows that arrive, 0 included.
 """
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed.expert_parallel import ExpertParallel
 
@@ -40,9 +42,13 @@ class Dispatch:
     offs: Tensor
 
 
-def _exchange(rows: Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    out = all_to_all_single(rows, list(received), list(sent), group)
-    return torch.ops._c10d_functional.wait_tensor(out)
+def _start(rows: Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    return torch.ops._c10d_functional.all_to_all_single(rows, list(received), list(sent), group.group_name)
+
+
+def arrived(rows: Tensor) -> Tensor:
+    """`rows` of a collective that was started; what follows on this stream waits for it, the host does not."""
+    return torch.ops._c10d_functional.wait_tensor(rows)
 
 
 @torch.no_grad()
@@ -53,7 +59,7 @@ def plan(num_tokens_per_expert: Tensor, group: dist.ProcessGroup) -> Dispatch:
     """
     ranks, device = group.size(), num_tokens_per_expert.device
     counts = num_tokens_per_expert.to(torch.int64).view(ranks, -1)  # [to rank, its expert]
-    arriving = _exchange(counts, (1,) * ranks, (1,) * ranks, group)  # [from rank, local expert]
+    arriving = arrived(_start(counts, (1,) * ranks, (1,) * ranks, group))  # [from rank, local expert]
     sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
     experts = torch.arange(arriving.shape[1], device=device).repeat(ranks)
     expert_of_row = torch.repeat_interleave(experts, arriving.flatten(), output_size=sum(received))
@@ -70,25 +76,53 @@ def _as_bytes(t: Tensor) -> Tensor:
     return t.reshape(t.shape[0], math.prod(t.shape[1:])).contiguous().view(torch.uint8)  # -1 is unknown without rows
 
 
-def to_experts(tensors: list[Tensor], dispatch: Dispatch) -> list[Tensor]:
-    """Each tensor [M, ...] -> [R, ...], rows sorted by local expert; all in one all-to-all."""
+def packed_width(widths: Iterable[int]) -> int:
+    """Bytes of a row that holds one part after the other, each of so many bytes."""
+    return -(-sum(widths) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def pack(tensors: list[Tensor]) -> Tensor:
+    """Tensors [M, ...] -> their rows side by side, as bytes [M, packed_width]."""
     parts = [_as_bytes(t) for t in tensors]
     widths = [p.shape[1] for p in parts]
-    padding = -sum(widths) % ROW_ALIGNMENT
-    packed = torch.cat([*parts, parts[0].new_zeros((parts[0].shape[0], padding))], dim=1)
-    arrived = _exchange(packed, dispatch.received, dispatch.sent, dispatch.group)
-    out, at = [], 0
-    for t, width in zip(tensors, widths, strict=True):
-        rows = arrived[:, at : at + width].index_select(0, dispatch.order)
-        out.append(rows.view(t.dtype).view(-1, *t.shape[1:]))
+    padding = packed_width(widths) - sum(widths)
+    return torch.cat([*parts, parts[0].new_zeros((parts[0].shape[0], padding))], dim=1)
+
+
+def start_to_experts(packed: Tensor, dispatch: Dispatch) -> Tensor:
+    """Bytes [M, W] -> [R, W], on their way: for `at_experts` and for nothing else."""
+    return _start(packed, dispatch.received, dispatch.sent, dispatch.group)
+
+
+def at_experts(arriving: Tensor, like: list[tuple[torch.dtype, tuple[int, ...]]], dispatch: Dispatch) -> list[Tensor]:
+    """What `start_to_experts` gave -> each part [R, ...], rows sorted by local expert.
+
+    like: dtype and shape of a row, of each part.
+    """
+    packed, out, at = arrived(arriving), [], 0
+    for dtype, shape in like:
+        width = math.prod(shape) * dtype.itemsize
+        rows = packed[:, at : at + width].index_select(0, dispatch.order)
+        out.append(rows.view(dtype).view(-1, *shape))
         at += width
     return out
 
 
-def from_experts(rows: Tensor, dispatch: Dispatch) -> Tensor:
-    """[R, D] sorted by local expert -> [M, D] in the order of `to_experts`' input. Travels in rows' own dtype."""
+def to_experts(tensors: list[Tensor], dispatch: Dispatch) -> list[Tensor]:
+    """Each tensor [M, ...] -> [R, ...], rows sorted by local expert; all in one all-to-all."""
+    like = [(t.dtype, tuple(t.shape[1:])) for t in tensors]
+    return at_experts(start_to_experts(pack(tensors), dispatch), like, dispatch)
+
+
+def start_from_experts(rows: Tensor, dispatch: Dispatch) -> Tensor:
+    """[R, D] sorted by local expert -> [M, D] in the order of `to_experts`' input, on their way: for `arrived`."""
     back = torch.empty_like(rows).index_copy_(0, dispatch.order, rows)
-    return _exchange(back, dispatch.sent, dispatch.received, dispatch.group)
+    return _start(back, dispatch.sent, dispatch.received, dispatch.group)
+
+
+def from_experts(rows: Tensor, dispatch: Dispatch) -> Tensor:
+    """The same, arrived. Travels in rows' own dtype."""
+    return arrived(start_from_experts(rows, dispatch))
 
 
 def dispatches_itself(module: nn.Module) -> bool:

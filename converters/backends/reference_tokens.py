@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from converters.backends.reference import quantize_rows
+from parallel.expert_parallel import pack
 
 
 def slots_of(order: Tensor, T: int, k: int) -> Tensor:
@@ -34,6 +35,14 @@ def to_rows(
     rows = x.float()[_token_of_row(slots, M)]
     dots = rows.new_empty(0) if other is None else (rows * other.float()).sum(1)
     return *quantize_rows(rows if scores is None else rows * scores[:, None]), dots
+
+
+def to_packed_rows(
+    x: Tensor, slots: Tensor, M: int, scores: Tensor | None = None, other: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`to_rows` with q and scale side by side as they travel: bytes [M, packed_width]; dots."""
+    *quantized, dots = to_rows(x, slots, M, scores, other)
+    return pack(quantized), dots
 
 
 def to_tokens(

@@ -15,6 +15,7 @@ from torch import Tensor
 from converters.kernels.e4m3 import abs_bits, pow2_scale, to_e4m3
 from converters.kernels.ops import operator
 from converters.kernels.rows import MAX_BLOCK
+from parallel.expert_parallel import packed_width
 
 FP32 = tl.constexpr(tl.float32)
 
@@ -26,7 +27,7 @@ def _load(p, c, width):
 
 @triton.jit
 def _to_rows_kernel(
-    x, slots, scores, other, q, scale, dots, D, stride,
+    x, slots, scores, other, q, scale, dots, D, stride, q_stride, scale_stride,
     K: tl.constexpr, WEIGHTED: tl.constexpr, DOT: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
@@ -47,9 +48,9 @@ def _to_rows_kernel(
             weight = tl.load(scores + r, mask=width > 0, other=0.0)
         # Rounding is monotone, so the largest |v * weight| is the product of the largest: one reduction for all rows.
         s, inverse = pow2_scale(abs_bits(amax * weight))
-        tl.store(scale + r, s, mask=width > 0)
+        tl.store(scale + r * scale_stride, s, mask=width > 0)
         w = v * weight
-        tl.store(q + r * D + c, to_e4m3(w * inverse), mask=c < width)
+        tl.store(q + r * q_stride + c, to_e4m3(w * inverse), mask=c < width)
         if DOT:
             dot = tl.sum(v * _load(other + r * D, c, width), 0)
         if not ONE_BLOCK:
@@ -58,7 +59,7 @@ def _to_rows_kernel(
                 if DOT:
                     dot += tl.sum(w * _load(other + r * D, c0 + c, width), 0)
                 w = w * weight
-                tl.store(q + r * D + c0 + c, to_e4m3(w * inverse), mask=c0 + c < width)
+                tl.store(q + r * q_stride + c0 + c, to_e4m3(w * inverse), mask=c0 + c < width)
         if DOT:
             tl.store(dots + r, dot, mask=width > 0)
 
@@ -112,6 +113,20 @@ def _empty_rows(
     return q, x.new_empty(M, dtype=torch.float32), dots
 
 
+def _fill_rows(
+    x: Tensor, slots: Tensor, scores: Tensor | None, other: Tensor | None, q: Tensor, scale: Tensor, dots: Tensor
+) -> None:
+    """Writes q [M, D], scale [M] and dots, at any row stride."""
+    x, (T, K), D = _aligned(x), slots.shape, x.shape[1]
+    block, warps = _launch(D)
+    if T and q.shape[0]:
+        _to_rows_kernel[(T,)](
+            x, slots, scores, None if other is None else other.contiguous(), q, scale, dots,
+            D, x.stride(0), q.stride(0), scale.stride(0),
+            K=K, WEIGHTED=scores is not None, DOT=other is not None, ONE_BLOCK=block >= D, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+
+
 @operator(_empty_rows)
 def to_rows(
     x: Tensor, slots: Tensor, M: int, scores: Tensor | None = None, other: Tensor | None = None
@@ -122,14 +137,27 @@ def to_rows(
     [M], None: ones. other: [M, D], None: no dots (an empty tensor).
     """
     q, scale, dots = _empty_rows(x, slots, M, scores, other)
-    x, (T, K), D = _aligned(x), slots.shape, x.shape[1]
-    block, warps = _launch(D)
-    if T and M:
-        _to_rows_kernel[(T,)](
-            x, slots, scores, None if other is None else other.contiguous(), q, scale, dots, D, x.stride(0),
-            K=K, WEIGHTED=scores is not None, DOT=other is not None, ONE_BLOCK=block >= D, BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+    _fill_rows(x, slots, scores, other, q, scale, dots)
     return q, scale, dots
+
+
+def _empty_packed(
+    x: Tensor, slots: Tensor, M: int, scores: Tensor | None = None, other: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    packed = x.new_empty((M, packed_width((x.shape[1], 4))), dtype=torch.uint8)
+    return packed, x.new_empty(0 if other is None else M, dtype=torch.float32)
+
+
+@operator(_empty_packed)
+def to_packed_rows(
+    x: Tensor, slots: Tensor, M: int, scores: Tensor | None = None, other: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`to_rows` with q and scale side by side as they travel: bytes [M, packed_width]; dots. D: a multiple of 4."""
+    packed, dots = _empty_packed(x, slots, M, scores, other)
+    D = x.shape[1]
+    scale = packed.view(torch.float32)[:, D // 4]
+    _fill_rows(x, slots, scores, other, packed.view(torch.float8_e4m3fn)[:, :D], scale, dots)
+    return packed, dots
 
 
 def _empty_tokens(

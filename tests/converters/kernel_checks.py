@@ -194,6 +194,11 @@ def check_tokens_to_rows() -> None:
             _same(ours[0], theirs[0])
             _same(ours[1], theirs[1])
             torch.testing.assert_close(ours[2], theirs[2], rtol=1e-4, atol=1e-4, equal_nan=True)
+            packed, dots = tokens.to_packed_rows(*args)
+            assert packed.shape == reference_tokens.to_packed_rows(*args)[0].shape
+            _same(packed.view(torch.float8_e4m3fn)[:, : x.shape[1]].contiguous(), theirs[0])
+            _same(packed.view(torch.float32)[:, x.shape[1] // 4], theirs[1])
+            _same(dots, ours[2])
 
     _each_route(check)
 
