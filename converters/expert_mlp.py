@@ -85,9 +85,7 @@ def backward_rows(
 
 
 def quantized_weights(w1: Tensor, w2: Tensor, w3: Tensor, scales: Scales, n: Numerics, backward: bool) -> Weights:
-    """Plain w1, w3 [E, H, D] and w2 [E, D, H] -> W13 and W2: from the cache if it may serve, or as FSDP2 gathered
-    them.
-    """
+    """Plain w1, w3 [E, H, D] and w2 [E, D, H] -> W13 and W2: cached where that may be, or as FSDP2 gathered them."""
     s13, s2 = scales
     if s13 is not None and s2 is not None:
         join = get_backend(n.backend).join_weight
@@ -242,11 +240,8 @@ def expert_mlp(
     """
     E, H, D = w1.shape
     if x.dim() != 2 or x.shape[1] != D or w3.shape != w1.shape or w2.shape != (E, D, H) or offs.shape != (E,):
-        raise ValueError(
-            "expert_mlp takes x [M, D], w1 and w3 [E, H, D], w2 [E, D, H] and offs [E]; got "
-            + ", ".join(str(tuple(t.shape)) for t in (x, w1, w3, w2, offs))
-            + "."
-        )
+        got = ", ".join(str(tuple(t.shape)) for t in (x, w1, w3, w2, offs))
+        raise ValueError(f"expert_mlp takes x [M, D], w1 and w3 [E, H, D], w2 [E, D, H] and offs [E]; got {got}.")
     x, offs, dtype = x.contiguous(), offs.to(torch.int32), compute_dtype(x)
     if numerics.backend == "emulated":
         return ruled_mlp(x, (w1, w2, w3), offs, numerics, dtype, state, first_expert)
