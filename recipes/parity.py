@@ -1,7 +1,7 @@
 """Does FP8 end where BF16 ends?  python -m recipes.parity --out assets/results/parity_h200.json
 
-Trains every arm of every model, several at a time on one GPU: BF16 with some seeds, which make a band, and FP8 under
-each scale rule with the weights and the data order of one of those seeds. Writes the curves and a verdict for each arm
+Trains every arm of every model, several at a time on one GPU: BF16 with some seeds, which make a band, and FP8 with the
+weights and the data order of one of those seeds: the experts under each scale rule, and the whole model. Writes the curves and a verdict for each arm
 as JSON, and a picture beside it for each model. A call that runs out of --budget ends with checkpoints; the same
 command goes on from there, and leaves out what is done.
 
@@ -25,7 +25,7 @@ from recipes.run_info import jsonable
 
 MODELS = "mixtral_300m,llama4_300m"
 # In the order in which they start: what has ended when a budget is over can be judged.
-ARMS = "bf16:1,tokenwise:1,bf16:2,bf16:3,rowwise:1,delayed:1"
+ARMS = "bf16:1,tokenwise:1,whole:1,bf16:2,delayed:1,rowwise:1,bf16:3"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/parity/parity.json"), help="the JSON; PNGs beside it")
     parser.add_argument("--models", default=MODELS, help=f"stems of twin recipes (default: {MODELS})")
-    parser.add_argument("--arms", default=ARMS, help=f"RULE:SEED, bf16 or a scale rule (default: {ARMS})")
+    parser.add_argument("--arms", default=ARMS, help=f"RULE:SEED, with bf16, a scale rule or whole (default: {ARMS})")
     parser.add_argument("--jobs", type=int, default=6, help="runs at a time (default: 6, about 10 GiB each)")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds that this call may train")
     parser.add_argument("--folder", type=Path, default=Path("outputs/parity"), help="dump folders of the runs")

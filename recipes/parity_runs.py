@@ -23,12 +23,14 @@ POLL_SECONDS = 0.5
 SAY_SECONDS = 30
 # From the end of the budget: runs that will not make it are asked to save; the last of them are killed; no new ones.
 SAVE_SECONDS, KILL_SECONDS, START_SECONDS = 45, 5, 100
+# The arm "whole": tokenwise in the experts and in the dense layers, small as these are here.
+WHOLE = ("--model.converters=fp8.grouped_experts,fp8.dense", "--fp8.dense.below_break_even=warn")
 _STEP = re.compile(r"step: +(\d+) .*?loss: +([\d.]+|nan|inf)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One run: a model (the stem of two twin recipes), a scale rule or bf16, and a seed of weights and data order."""
+    """One run: a model (the stem of two twin recipes); bf16, a scale rule or whole; a seed of weights and data order."""
 
     model: str
     recipe: str
@@ -46,10 +48,10 @@ class Arm:
 
     def command(self, folder: Path, extra: Sequence[str]) -> list[str]:
         """What a user would type to make this run alone."""
-        bf16 = self.recipe == "bf16"
+        bf16, rule = self.recipe == "bf16", [f"--fp8.grouped_experts.recipe={self.recipe}"]
         return [
             *("python", "train.py", f"--job.config_file=recipes/{self.model}_{'bf16' if bf16 else 'fp8'}.toml"),
-            *([] if bf16 else [f"--fp8.grouped_experts.recipe={self.recipe}"]),
+            *([] if bf16 else WHOLE if self.recipe == "whole" else rule),
             *(f"--debug.seed={self.seed}", f"--data.shuffle_seed={self.seed}"),
             f"--job.dump_folder={self.home(folder)}",
             # Saved when asked to (see recipes/trainer.py) and at the end, never in between.
