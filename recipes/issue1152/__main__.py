@@ -16,12 +16,15 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from recipes.issue1152.arms import ARMS, STEPS, Plan, run_arms, scaled_lr
-from recipes.issue1152.table import markdown, read_results, write
+from recipes.issue1152.table import fill_readme, markdown, read_results, write
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (sys.argv when None) and returns the exit code."""
     args, extra = _parser().parse_known_args(argv)
+    if args.readme:
+        fill_readme(Path(args.readme))
+        return 0
     plan = plan_from(args, tuple(extra))
     wanted = args.arms.split(",") if args.arms else [arm.name for arm in ARMS]
     unknown = [name for name in wanted if name not in {arm.name for arm in ARMS}]
@@ -61,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     lr = "learning rate at the end of the warm-up (default: 2e-5, the published one, times 4096 / width)"
     parser.add_argument("--lr", metavar="X", type=float, help=lr)
     parser.add_argument("--precision", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
+    parser.add_argument(
+        "--readme", metavar="DIR", help="train nothing: put the table in DIR into README.md beside this"
+    )
     return parser
 
 

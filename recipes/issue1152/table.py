@@ -2,7 +2,10 @@
 
 import json
 import platform
+import re
+import sys
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from recipes.telemetry_tags import GRAD_NORM, GRADIENTS, parse
 
 GROUPS = ("embedding", "attention", "experts", "router", "head")
 LOSS_STEPS = (1, 10, 100)
+README = Path(__file__).with_name("README.md")
 PUBLISHED = {"bf16": 1.664, "fp8": 0.534, "val_loss_gap": 0.455}
 
 
@@ -135,7 +139,7 @@ def _conditions(plan: Plan) -> str:
     known = versions()
     return (
         f"{plan.size} size, {plan.steps} steps of a warm-up to {plan.lr:g}, high precision is {plan.precision}; "
-        f"{device()}, torch {known['torch']}, torchtitan {known['torchtitan']}."
+        f"{device()}, {date.today().isoformat()}, torch {known['torch']}, torchtitan {known['torchtitan']}."
     )
 
 
@@ -143,7 +147,12 @@ def write(plan: Plan, results: dict[str, Result], problems: dict[str, str]) -> t
     """table.json and table.md in the plan's folder."""
     content: dict[str, Any] = {
         "schema": 1,
-        "environment": {"device": device(), "versions": versions()},
+        "environment": {
+            "date": date.today().isoformat(),
+            "gpu": device(),
+            "versions": versions(),
+            "command": "python -m recipes.issue1152 " + " ".join(sys.argv[1:]),
+        },
         "plan": {"size": plan.size, "steps": plan.steps, "lr": plan.lr, "precision": plan.precision},
         "published": PUBLISHED,
         "arms": {
@@ -167,3 +176,12 @@ def write(plan: Plan, results: dict[str, Result], problems: dict[str, str]) -> t
     numbers.write_text(json.dumps(jsonable(content), indent=2, allow_nan=False) + "\n")
     text.write_text(markdown(plan, results, problems))
     return numbers, text
+
+
+def fill_readme(folder: Path, readme: Path = README) -> None:
+    """Puts the table.md of a folder that `write` has filled between the marks of its size in README.md."""
+    size = json.loads((folder / "table.json").read_text())["plan"]["size"]
+    marks = f"<!-- table:{size} -->", f"<!-- end:{size} -->"
+    filled = f"{marks[0]}\n{(folder / 'table.md').read_text()}{marks[1]}"
+    body = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
+    readme.write_text(body.sub(lambda _: filled, readme.read_text(), count=1))

@@ -15,7 +15,7 @@ from recipes.gradient_groups import group_of
 from recipes.issue1152 import arms as arms_module
 from recipes.issue1152.arms import ARMS, SIZES, Arm, Plan, finished, run_arms, scaled_lr
 from recipes.issue1152.model import FLAVORS, TOKENS, Mixtral1152
-from recipes.issue1152.table import Result, markdown
+from recipes.issue1152.table import README, Result, fill_readme, markdown
 from recipes.sqnr_measure import sqnr_db
 from recipes.sqnr_twins import Twins, build_twins, read_config
 from recipes.sqnr_watch import plain, run
@@ -228,3 +228,18 @@ def test_table_tells_shares_and_gaps() -> None:
     assert "| `delayed_stale` | 0.2500 | 0.250 | - | - | 0.250 | - | - | 50.0 % |" in lines
     assert "| `bf16` | 1.0000 | - | - | - | 0.5000 | - | - | 50.0 % |" in lines
     assert "| `delayed_stale` | 7.5000 | 7.2500 | 6.9750 | 6.7500 | 6.5000 | +0.0750 | -0.7500 |" in lines
+
+
+def test_readme_gets_the_table_of_its_size(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(
+        "a\n<!-- table:full -->\nold\n<!-- end:full -->\nb\n<!-- table:reduced -->\n<!-- end:reduced -->\n"
+    )
+    (tmp_path / "table.md").write_text("| new |\n")
+    (tmp_path / "table.json").write_text('{"plan": {"size": "full"}}')
+    fill_readme(tmp_path, readme)
+    assert readme.read_text().startswith(
+        "a\n<!-- table:full -->\n| new |\n<!-- end:full -->\nb\n<!-- table:reduced -->"
+    )
+    for size in SIZES:
+        assert f"<!-- table:{size} -->" in README.read_text()
