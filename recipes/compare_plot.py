@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from recipes.compare_charts import FEW, Chart, beyond, gap_chart, loss_chart, value_range
+from recipes.compare_charts import FEW, Chart, Curve, beyond, gap_chart, loss_chart, value_range
 from recipes.compare_facts import provenance
 from recipes.compare_numbers import Report
 
@@ -24,15 +24,16 @@ def plot_report(report: Report, path: Path) -> None:
     curves, gaps = figure.subplots(2, 1, sharex=True, height_ratios=[1.7, 1], gridspec_kw={"hspace": 0.27})
     figure.subplots_adjust(left=0.085, right=0.97, top=0.845, bottom=0.115)
     _draw(curves, loss_chart(report), size=1.0)
-    _draw(gaps, gap_chart(report), size=1.0)
+    gap = gap_chart(report)
+    _draw(gaps, gap, size=1.0)
     curves.set_title("Loss", loc="left", size=11.5, weight="bold", color=INK)
     gaps.set_title("Gap", loc="left", size=11.5, weight="bold", color=INK)
     curves.set_ylabel("cross-entropy, nats a token", color=MUTED)
     gaps.set_ylabel(f"difference to {report.reference.label}"[:38], color=MUTED, size=9)
-    gaps.set_xlabel("training step", color=MUTED)
+    gaps.set_xlabel(_step_label(gap), color=MUTED)
     _legend(curves, ncols=2, loc="upper right", fontsize=9.5)
     above = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.985), "columnspacing": 1.4, "handlelength": 1.6}
-    _legend(gaps, fontsize=9 if len(report.comparisons) == 1 else 7, ncols=5, **above)
+    _legend(gaps, fontsize=9, ncols=5, **above)
     title = f"Loss of {' and '.join(c.b.label for c in report.comparisons)} against {report.reference.label}"
     figure.text(0.022, 0.943, title, size=17 if len(title) < 75 else 12, weight="bold", color=INK)
     figure.text(0.022, 0.907, _subtitle(report), size=10, color=MUTED)
@@ -48,73 +49,79 @@ def plot_column(report: Report, path: Path) -> None:
     figure = Figure(figsize=(3.35, 3.2), dpi=400, facecolor="white")
     curves, gaps = figure.subplots(2, 1, sharex=True, height_ratios=[1.35, 1], gridspec_kw={"hspace": 0.32})
     figure.subplots_adjust(left=0.155, right=0.955, top=0.985, bottom=0.115)
-    for axes, chart in ((curves, loss_chart(report)), (gaps, gap_chart(report))):
+    gap = gap_chart(report)
+    for axes, chart in ((curves, loss_chart(report)), (gaps, gap)):
         _draw(axes, chart, size=0.55)
         axes.tick_params(labelsize=7, pad=2)
     curves.set_ylabel("loss (nats/token)", color=INK, size=7, labelpad=2)
     gaps.set_ylabel(f"gap to {report.reference.label}"[:30], color=INK, size=7, labelpad=1)
-    gaps.set_xlabel("training step", color=INK, size=7, labelpad=2)
+    gaps.set_xlabel(_step_label(gap), color=INK, size=7, labelpad=2)
     _legend(curves, loc="upper right", fontsize=6.2, handlelength=1.6, labelspacing=0.25)
     above = {"loc": "lower right", "bbox_to_anchor": (1.05, 0.96), "columnspacing": 0.9, "handletextpad": 0.4}
-    _legend(gaps, fontsize=5.6, ncols=3 if len(report.comparisons) == 1 else 2, handlelength=1.3, **above)
+    _legend(gaps, fontsize=5.6, ncols=3, handlelength=1.3, **above)
     figure.savefig(path, format="png", metadata={"Title": report.comparisons[0].verdict})
 
 
 def _draw(axes: Axes, chart: Chart, size: float) -> None:
     """All curves of `chart`; `size` scales lines and marks."""
-    seeds = [curve.name for curve in chart.curves if curve.kind == "seed"]
+    several = len({curve.run for curve in chart.curves if curve.kind == "line"}) > 1
     for curve in chart.curves:
         colour, dash = COLOURS[curve.colour], DASHES[curve.colour]
-        steps, values = curve.steps, curve.values
+        steps, values, name = curve.steps, curve.values, _label(curve, several)
         match curve.kind:
             case "band":
                 low = [-value for value in values]
-                axes.fill_between(steps, low, values, color=COLOURS[0], alpha=0.13, lw=0, label=curve.name, zorder=0)
+                axes.fill_between(steps, low, values, color=COLOURS[0], alpha=0.13, lw=0, label=name, zorder=0)
             case "guide":
                 label = f"{curve.name} ±{values[0]:g}"
                 axes.axhspan(-values[0], values[0], color=COLOURS[2], alpha=0.12, lw=0, label=label, zorder=0)
             case "broad":
-                axes.plot(
-                    steps, values, color=colour, lw=5 * size, alpha=0.38, solid_capstyle="round", label=curve.name
-                )
+                axes.plot(steps, values, color=colour, lw=5 * size, alpha=0.38, solid_capstyle="round", label=name)
             case "seed":
-                label = "other seeds" if curve.name == seeds[0] else None
-                axes.plot(steps, values, color=SEED, lw=1.0 * size, label=label, zorder=1)
+                axes.plot(steps, values, color=SEED, lw=1.0 * size, label=name, zorder=1)
             case "dots":
                 few = len(steps) < FEW
                 style = {"ms": (6 if few else 4) * size, "alpha": 0.6 if few else 0.3, "mew": 0, "zorder": 1.5}
-                axes.plot(steps, values, ".", color=colour, label=curve.name, **style)
+                axes.plot(steps, values, ".", color=colour, label=name, **style)
             case "rings":
                 style = {"mfc": "white", "mec": colour, "mew": 1.8 * size}
-                axes.plot(steps, values, "o", ms=9 * size, label=curve.name, zorder=4, **style)
+                axes.plot(steps, values, "o", ms=9 * size, label=name, zorder=4, **style)
             case "points":
                 style = {"mec": "white", "mew": 0.6 * size}
-                axes.plot(steps, values, "D", ms=4.6 * size, color=colour, label=curve.name, zorder=5, **style)
+                axes.plot(steps, values, "D", ms=4.6 * size, color=colour, label=name, zorder=5, **style)
             case _:
-                axes.plot(steps, values, color=colour, ls=dash, lw=1.7 * size, label=curve.name, zorder=3)
+                axes.plot(steps, values, color=colour, ls=dash, lw=1.7 * size, label=name, zorder=3)
     if chart.base is not None:
         axes.axhline(chart.base, color=INK, lw=0.9 * size, zorder=1)
     axes.set_ylim(*value_range(chart))
-    _say_what_is_beyond(axes, chart, size)
-    _style(axes, size)
+    style_axes(axes, size)
 
 
-def _say_what_is_beyond(axes: Axes, chart: Chart, size: float) -> None:
+def _label(curve: Curve, several: bool) -> str | None:
+    """What a legend calls `curve`: of `several` runs, whose lines have their names, one kind of mark is named once."""
+    if curve.kind == "seed":
+        return "other seeds"
+    run, comma, kind = curve.name.rpartition(", ")
+    if not (several and run and comma) or curve.kind in ("broad", "rings"):
+        return curve.name
+    return kind if curve.run == 1 else None
+
+
+def _step_label(chart: Chart) -> str:
+    """Says also what the axis above it leaves out."""
     outside, dots = beyond(chart)
-    if outside:
-        said = f"{outside:,} of {dots:,} steps lie beyond the axis"
-        where = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
-        axes.text(0.995, 0.015, said, size=max(5.4, 8 * size), color=MUTED, zorder=6, **where)
+    return "training step" + (f" ({outside:,} of {dots:,} dots lie beyond the axis)" if outside else "")
 
 
 def _legend(axes: Axes, **where: object) -> None:
     """The seeds are drawn first, to lie under the rest, and named last."""
     handles, labels = axes.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda i: labels[i] == "other seeds")
+    order = sorted((labels.index(label) for label in dict.fromkeys(labels)), key=lambda i: labels[i] == "other seeds")
     axes.legend([handles[i] for i in order], [labels[i] for i in order], frameon=False, labelcolor=INK, **where)
 
 
-def _style(axes: Axes, size: float) -> None:
+def style_axes(axes: Axes, size: float) -> None:
+    """A quiet frame and grid; `size` scales the lines."""
     axes.grid(axis="y", color=RULE, lw=0.8 * size)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from recipes.compare_band import trailing_mean
-from recipes.compare_plot import COLOURS, DASHES, INK, MUTED
-from recipes.compare_plot import _style as style_axes
+from recipes.compare_plot import COLOURS, DASHES, INK, MUTED, style_axes
 
 BLUE = COLOURS[0]  # BF16; the rules take the others, in the order of the file
 LOOKS = list(zip(COLOURS[1:], DASHES[1:], strict=True))

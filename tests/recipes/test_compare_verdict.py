@@ -70,6 +70,14 @@ def test_a_band_narrower_than_the_noise_judges_only_what_is_beyond_both():
     assert word(run("fp8", noise=0.05, seed=2, loss=shifted(0.5)), a=bf16, band=(narrow,)) == WORSE
 
 
+def test_a_gap_that_is_within_a_tolerance_narrower_than_its_noise_is_not_judged():
+    fp8 = run("fp8", loss=lambda step: falling(step) + (0.1 if step % 2 else -0.1))  # the mean of ten is 0
+    found = report(fp8, smooth=10).comparisons[0]
+    assert found.judgements[0].gap == pytest.approx(0, abs=1e-12)
+    assert found.word == UNKNOWN
+    assert "wider than the tolerance: train longer or smooth more" in found.verdict
+
+
 def test_a_gap_beyond_the_band_by_less_than_its_noise_is_not_judged():
     bf16, wide = run("bf16", noise=0.02, seed=1), run("seed2", noise=0.02, seed=1, loss=shifted(0.1))
     fp8 = run("fp8", noise=0.02, seed=2, loss=shifted(0.115))
@@ -181,6 +189,9 @@ def test_the_worst_gradient_norm_ratio_is_the_one_farthest_from_1():
         0
     ].norm_ratio.values == (0,)
     assert report(run("fp8")).comparisons[0].norm_ratio is None
+    # less than a half is farther from 1 than less than twice
+    found = report(run("fp8", grad_norm={1: 0.4, 2: 1.8}), a=run("bf16", grad_norm={1: 1.0, 2: 1.0}), smooth=1)
+    assert found.comparisons[0].norm_ratio.worst == 0
 
 
 def test_the_smoothing_is_a_twentieth_of_the_common_steps():
