@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from recipes.compare_facts import provenance
 from recipes.compare_numbers import Comparison, Report
 from recipes.compare_pairs import Pair
 from recipes.run_info import perplexity
@@ -22,9 +23,11 @@ Row = tuple[str, str, str, str, str, str]
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Prints each comparison's tables and notes, then all verdicts, one line each."""
+    """Prints each comparison's tables, what each run was and with which versions, notes, and all verdicts, a line each."""
     for comparison in report.comparisons:
         _print_comparison(comparison, console)
+    for run in report.runs:
+        console.print(Text(f"{run.label}: {provenance(run)}", style="dim"), soft_wrap=True)
     for note in [*notes(report), *([band_note(report)] if report.seeds else [])]:
         console.print(Text(f"Note: {note}", style="yellow"))
     for comparison in report.comparisons:

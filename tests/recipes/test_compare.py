@@ -90,6 +90,7 @@ def test_numbers_of_the_json(twins, tmp_path, capsys):
     assert report["runs"]["b"]["run"]["versions"]["torchtitan"] == "0.2.2"
     out = capsys.readouterr().out
     assert "fp8 - bf16 = +0.0078 at step 40, limit 0.0100: same (validation loss)" in out
+    assert out.count("torchtitan 0.2.2, torch ") == 2  # of both runs
     assert "Also different" not in out
 
 
