@@ -23,7 +23,7 @@ Row = tuple[str, str, str, str, str, str]
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Prints each comparison's tables, what each run was and with which versions, notes, and all verdicts, a line each."""
+    """Prints each comparison's tables, what each run was with which versions, notes, and a line of verdict each."""
     for comparison in report.comparisons:
         _print_comparison(comparison, console)
     for run in report.runs:
