@@ -147,7 +147,7 @@ def _outputs(
         own = alone.get(name)
         alone_db = sqnr_db(a, own) if a is not None and own is not None and own.shape == a.shape else None
         if a is None or b is None or a.shape != b.shape:
-            if alone_db is not None:  # with the fused token path, experts return tokens instead of rows
+            if alone_db is not None:  # no output, or one of another kind: fused ops, experts that return tokens
                 yield _row("output", name, a, own, True, alone_db, None)
             continue
         pairs = [("output", a, b), ("output gradient", reference.output_grads.get(name), fp8.output_grads.get(name))]

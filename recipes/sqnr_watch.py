@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 
+from converters.gathered_weight import JOINED
 from parallel.wrapped_weight import WrappedWeight
 from recipes.sqnr_twins import Batch, Twins
 
@@ -44,8 +45,10 @@ def watched(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def converted(module: nn.Module) -> bool:
-    """Whether `module` itself owns an FP8 weight."""
-    return any(isinstance(p, WrappedWeight) for p in module.parameters(recurse=False))
+    """Whether `module` itself owns an FP8 weight, or all of its weights are."""
+    own = [isinstance(p, WrappedWeight) for p in module.parameters(recurse=False)]
+    everything = [isinstance(p, WrappedWeight) for p in module.parameters()]
+    return any(own) or (bool(everything) and all(everything))
 
 
 def observe(model: nn.Module, twins: Twins, record_calls_of: set[str]) -> Observed:
@@ -81,7 +84,9 @@ def plain(t: Tensor) -> Tensor:
 
 @contextmanager
 def _hooks(model: nn.Module, seen: Observed, record_calls_of: set[str]) -> Iterator[None]:
-    handles = [m.register_forward_hook(partial(_output, seen, name)) for name, m in watched(model).items()]
+    # A layer that is one op with others no longer is when it has a hook: its output is left out.
+    free = {name: m for name, m in watched(model).items() if not hasattr(m, JOINED)}
+    handles = [m.register_forward_hook(partial(_output, seen, name)) for name, m in free.items()]
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             handles.append(module.router.register_forward_hook(partial(_routing, seen.chosen, name)))

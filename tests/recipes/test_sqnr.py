@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.device import prepare_device
 from recipes.gradient_groups import group_of
@@ -31,6 +33,18 @@ def build(recipe: str = "mixtral_fp8", *overrides: str) -> Twins:
 @pytest.fixture(autouse=True)
 def _at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # the recipes' paths begin there
+
+
+class OpCounter(TorchDispatchMode):
+    """Names of the ops that run in it."""
+
+    def __init__(self, ops: list[str]) -> None:
+        super().__init__()
+        self.ops = ops
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def row(report: Report, kind: str, name: str):
@@ -116,6 +130,30 @@ def test_fused_token_path_has_the_experts_error_alone() -> None:
         experts = row(report, "output", f"layers.{layer}.moe.experts")
         assert 22 < experts.alone_db == experts.sqnr_db < 30
         assert 22 < row(report, "output", f"layers.{layer}.moe").same_route_db < 30
+
+
+def test_fused_projections_stay_fused_and_are_measured_alone() -> None:
+    twins = build("llama4_fp8", "--model.converters=fp8.dense")
+    ops = []
+    with OpCounter(ops):
+        report = measure(twins)
+    forwards = [op for op in ops if op == "titan_moe_fp8.dense_linear.default"]
+    assert len(forwards) == 2 * 2 + 2 * (2 + 4)  # wq|wk|wv and wo, in two layers; then attention and each layer alone
+    assert report.low_damage
+    assert row(report, "output", "layers.0.moe.shared_experts").alone_db > 20
+    for layer in ("wq", "wk", "wv", "wo"):
+        projection = row(report, "output", f"layers.1.attention.{layer}")
+        assert 25 < projection.alone_db == projection.sqnr_db < 35
+
+
+def test_weights_come_from_a_checkpoint(tmp_path: Path) -> None:
+    args = [str(ROOT / "recipes" / "mixtral_fp8.toml"), [*SMALL, "--debug.seed=5"]]
+    saved = build_twins(read_config(*args)).fp8.state_dict()
+    dcp.save({**saved, "train_state": torch.zeros(3)}, checkpoint_id=tmp_path / "step-1")
+    twins = build_twins(read_config(args[0], list(SMALL)), str(tmp_path / "step-1"))
+    for model in (twins.reference, twins.fp8):
+        found = model.state_dict()
+        assert all(torch.equal(found[name], saved[name]) for name in saved)
 
 
 def test_gradients_have_the_size_of_a_step() -> None:
