@@ -17,8 +17,6 @@ from converters.kernels.ops import operator
 from converters.kernels.rows import MAX_BLOCK
 from parallel.expert_parallel import packed_width
 
-FP32 = tl.constexpr(tl.float32)
-
 
 @triton.jit
 def _load(p, c, width):
@@ -71,10 +69,10 @@ def _to_tokens_kernel(
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     jj = tl.arange(0, KP)
-    dot = tl.zeros([KP], dtype=FP32)
+    dot = tl.zeros([KP], dtype=tl.float32)
     for c0 in range(0, D, BLOCK):
         c = c0 + tl.arange(0, BLOCK)
-        acc = tl.zeros([BLOCK], dtype=FP32)
+        acc = tl.zeros([BLOCK], dtype=tl.float32)
         if DOT:
             v = _load(x + t * x_stride, c, D)
         for j in tl.static_range(K):

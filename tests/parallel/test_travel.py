@@ -103,8 +103,9 @@ def check_rows_cross_in_fp8_with_their_scales(folder: Path) -> None:
     row = Row(shard=2, ep=2).but(training__mixed_precision_param="bfloat16")
     there = TOP_K * SEQ_LEN * BATCH // 2  # rows from here, wherever their experts are
     sent = {}
-    for name, wires in (("off", NO_WIRES), ("on", WIRES)):
-        trainer = trained(row.with_fp8(**wires), folder)
+    rows = {"off": row.with_fp8(**NO_WIRES), "on": row.with_fp8(**WIRES), "fused": row.with_fused(**WIRES)}
+    for name, with_experts in rows.items():
+        trainer = trained(with_experts, folder)
         with Traffic() as traffic:
             trainer.steps(1)
         sent[name] = [call for call in traffic.sent["all_to_all_single"] if call[0] is not torch.int64]
@@ -113,6 +114,9 @@ def check_rows_cross_in_fp8_with_their_scales(folder: Path) -> None:
     in_fp8 = [size for dtype, size in sent["on"] if dtype is torch.uint8]
     assert in_fp8 == [there * (D + 4 + 12)] * (calls // 2)
     assert sum(dtype is torch.bfloat16 for dtype, _ in sent["on"]) == calls // 2
+    # The fused token path sends the same; a token may go elsewhere, since its weighted x was rounded once, not twice.
+    assert [dtype for dtype, _ in sent["fused"]] == [dtype for dtype, _ in sent["on"]]
+    assert [size for dtype, size in sent["fused"] if dtype is torch.uint8] == in_fp8
     # 80 of 128 bytes at D = 64; 5136 of 10240 at Llama4 Scout's 5120.
     assert sum(in_fp8) == sum(size for _, size in sent["off"] if size == there * D * 2) * 80 // 128
 
