@@ -102,10 +102,10 @@ def test_tokens_that_change_experts_are_shown_and_left_out() -> None:
     twins = build()
     gate = twins.fp8.layers["0"].moe.router.gate.weight
     with torch.no_grad():
-        gate.add_(torch.randn_like(gate) * 0.05 * gate.std())
+        gate.add_(torch.randn_like(gate) * 0.3 * gate.std())
     report = measure(twins)
     first, second = report.routing
-    assert 0.8 < first.choices < 1
+    assert 0.5 < first.choices < 1
     assert first.tokens < first.choices
     assert second.choices > first.choices
     moe = row(report, "output", "layers.0.moe")
