@@ -17,7 +17,7 @@ KINDS = (  # first match wins; kernel names of torch 2.11 to 2.13 on sm90, and o
     ("attention", r"flash|fmha|attention|cudnn_generated"),
     ("gemm", r"gemm|cutlass|nvjet|matmul|wgrad_kernel|wgrad_hp_kernel|^rows_kernel"),
     ("optimizer", r"adam|multi_tensor|foreach"),
-    ("quantize", r"^_?(amax|cast|rows|swiglu|dswiglu|repair|tables|transpose|shard_cast)_kernel"),
+    ("quantize", r"^_?(amax|cast|rows|to_rows|to_tokens|swiglu|dswiglu|repair|tables|transpose|shard_cast)_kernel"),
 )
 
 
