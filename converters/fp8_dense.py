@@ -24,6 +24,7 @@ from converters.dense_forwards import attention_forward, linear_forward, swiglu_
 from converters.dense_ruled import convert_ruled
 from converters.dense_selection import Unit, select
 from converters.gathered_weight import JOINED, quantize_changed_shards
+from converters.layout import check_delayed
 from converters.linear_weight import FP8LinearWeight
 from converters.numerics import Numerics
 from converters.rules.attach import connect, end_step
@@ -190,6 +191,7 @@ class FP8DenseConverter:
         """Converts `model` in place. Called on the meta device, before any parallelism."""
         check_layout(select(model, self.config)[0], self.config, self.job_config, self.parallel_dims)
         work = dense_work(self.job_config, self.parallel_dims)
+        check_delayed(self.config.recipe, self.job_config, self.parallel_dims)
         logger.info(convert_dense(model, self.config, work, self.delayed).summary())
         connect(model, self.parallel_dims)
 

@@ -45,15 +45,26 @@ def check_layout(
         )
 
 
+TWICE = ("zero", "zbv", "dualpipe")  # schedules that run backward once for the inputs and once for the weights
+
+
 def check_delayed(recipe: str, job_config: JobConfig, dims: ParallelDims) -> None:
-    """Refuses delayed scaling where a forward is repeated after other micro-batches' forwards have moved the scales.
+    """Refuses delayed scaling in pipelines that repeat a pass after the scales have moved on.
 
     Raises:
-        ValueError: the recipe is "delayed", in a pipeline with recomputation.
+        ValueError: the recipe is "delayed", in a pipeline with recomputation, or with a backward in two parts.
     """
-    if recipe == "delayed" and dims.pp > 1 and job_config.activation_checkpoint.mode != "none":
+    if recipe != "delayed" or dims.pp == 1:
+        return
+    schedule = job_config.parallelism.pipeline_parallel_schedule
+    if job_config.activation_checkpoint.mode != "none":
         raise ValueError(
             "recipe = 'delayed' with parallelism.pipeline_parallel_degree > 1 does not go with recomputation, which "
             "would find the scales of a later micro-batch: set activation_checkpoint.mode = 'none', or use another "
             "recipe."
+        )
+    if any(name in schedule.lower() for name in TWICE):
+        raise ValueError(
+            f"recipe = 'delayed' does not go with parallelism.pipeline_parallel_schedule = {schedule!r}, whose "
+            "backward has two parts, each with other scales: choose '1F1B' or 'Interleaved1F1B', or use another recipe."
         )

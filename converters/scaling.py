@@ -1,4 +1,4 @@
-"""Scale rules: where a recipe gets the scales of its weights and of the weight gradient's operands from.
+"""Scale rules with kernels or a reference: where the scales of weights and of the weight gradient's operands come from.
 
                  x, dY            weights                           weight gradient
     tokenwise    one a token      one an expert                     re-scaled from the row-scaled FP8 x and dY

@@ -8,6 +8,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from converters.config import FP8Config, FP8GroupedExpertsConfig
 from converters.fp8_grouped_experts import FP8GroupedExpertsConverter
+from converters.layout import check_delayed
 from parallel.parallelize import check_expert_parallel
 from tests.converters.models import EXPERTS, in_fp8, llama4
 
@@ -81,3 +82,16 @@ def test_expert_parallelism_that_does_not_divide_the_experts() -> None:
     with pytest.raises(ValueError, match=r"layers.0.moe.experts has 6 experts.*expert_parallel_degree = 4"):
         check_expert_parallel(model, 4)
     check_expert_parallel(model, 3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mode"), [("InterleavedZeroBubble", "none"), ("DualPipeV", "none"), ("1F1B", "full")]
+)
+def test_delayed_scaling_in_a_pipeline_that_repeats_a_pass(schedule: str, mode: str) -> None:
+    job_config = JobConfig()
+    job_config.parallelism.pipeline_parallel_schedule = schedule
+    job_config.activation_checkpoint.mode = mode
+    dims = ParallelDims(**{**DEGREES, "pp": 2}, world_size=2)
+    with pytest.raises(ValueError, match=r"recipe = 'delayed'.* does not go with .*another recipe\."):
+        check_delayed("delayed", job_config, dims)
+    check_delayed("tensorwise", job_config, dims)

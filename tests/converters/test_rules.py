@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from converters.config import SQNR_FLOOR_DB, Numerics
 from converters.delayed_config import DelayedConfig
 from converters.expert_mlp import expert_mlp
+from converters.expert_weight import FP8ExpertWeight
 from converters.grouped_mm import grouped_mm
 from converters.rules.formats import E4M3, E5M2, exact_scale, pow2_scale
 from converters.rules.ragged import ragged
@@ -173,6 +174,17 @@ def test_one_group_is_a_linear_layer_and_bf16_comes_out_as_bf16() -> None:
         assert {y.dtype, leaves[0].grad.dtype, leaves[1].grad.dtype} == {torch.bfloat16}
         assert sqnr_db(x.double() @ w[0].double().t(), y) > 27
         assert sqnr_db(g.double().t() @ x.double(), leaves[1].grad[0]) > 23
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_products_that_a_module_spells_itself_follow_the_rule(recipe: str) -> None:
+    x, w = torch.randn(50, 64), torch.randn(3, 96, 64) * 0.02
+    weight = nn.Parameter(FP8ExpertWeight(w.clone(), numerics(recipe)))
+    for y in (x @ weight[1].t(), torch._grouped_mm(x, weight.transpose(1, 2), offs=offsets((0, 50, 0)))):
+        assert 27 < sqnr_db(x.double() @ w[1].double().t(), y) < 29.5
+        (dw,) = torch.autograd.grad(y, [weight], torch.randn(50, 96))
+        assert dw[1].any()
+        assert not dw[::2].any()
 
 
 def test_delayed_without_a_state_is_refused() -> None:
