@@ -1,7 +1,7 @@
 """Which MoE layers run their token path in our kernels, and how does torchtitan's layer come to it?
 
 torchtitan's MoE gathers each token's rows, weights them, has the experts compute, un-permutes and sums up: a dozen
-passes over [tokens * top_k, dim], half of them in float32. Here the layer hands tokens and `Routes` to its experts, and
+passes over [tokens * top_k, dim], some of them in float32. Here the layer hands tokens and `Routes` to its experts, and
 routed_mlp.py does the rest around the FP8 GEMMs. Router, reorderer, shared expert, expert bias and the counts of tokens
 are torchtitan's own modules and lines, called as they are, hooks and compiled forms included.
 """
