@@ -115,10 +115,10 @@ def mlp_forward(
     y13: Tensor,
     h8: Quantized,
     out: Tensor,
-) -> None:
-    """To be called at the end of the forward. x None: the rows are here in FP8 only."""
+) -> bool:
+    """To be called at the end of the forward. x None: the rows are here in FP8 only. -> Whether it was measured."""
     if (tap := _open_mlp(w13[0][0], "forward")) is None:
-        return
+        return False
     sample = sample_rows(offs, y13.shape[0])
     thin = sample.thinned(GEMM_ROWS)
     tap.add("h", operand(swiglu(y13[sample.rows]), *_at(h8, sample), sample.valid))
@@ -127,9 +127,20 @@ def mlp_forward(
         see_rows(tap, "x", x, x8, offs)
         tap.add("y13", gemm(x.take(thin.rows), _rows_of(w13), columns(y13[thin.rows], _sizes(w13)), thin))
         tap.keep("x", x.some_columns(), x8[1])
+    _see_weights(tap, w13, w2, weights)
+    return True
+
+
+def _see_weights(tap: Tap, w13: Parts, w2: Parts, weights: Weights) -> None:
     for key, parts, weight in (("w13", w13, weights[0]), ("w2", w2, weights[1])):
         if parts[0][1] is None:
             see_weight(tap, key, parts, weight())
+
+
+def mlp_weights_again(w13: Parts, w2: Parts, weights: Weights) -> None:
+    """The weights of a second micro-batch, added to those of the first: does what is cached still have its scale?"""
+    if torch._C._current_graph_task_id() == -1 and (tap := _open_mlp(w13[0][0], "again")) is not None:
+        _see_weights(tap, w13, w2, weights)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,15 @@ from converters.rules.formats import E4M3, Format
 from converters.rules.ragged import Ragged
 from converters.rules.rule import Operand, Rule
 from converters.telemetry import is_measured
-from converters.telemetry_mlp import Parts, Quantized, gemm_backward, gemm_forward, mlp_backward, mlp_forward
+from converters.telemetry_mlp import (
+    Parts,
+    Quantized,
+    gemm_backward,
+    gemm_forward,
+    mlp_backward,
+    mlp_forward,
+    mlp_weights_again,
+)
 from converters.telemetry_rows import PlainRows
 
 
@@ -33,7 +41,8 @@ def ruled_mlp_forward(
         return
     weights = (lambda: _weight(rule, joined, 1, rows)), (lambda: _weight(rule, w2[0][0], 3, rows))
     x8, h8 = (_quantized(rule.rows(t, E4M3, rows, slot), rows) for t, slot in ((x, 0), (h, 2)))
-    mlp_forward(w13, w2, weights, rows.offs, PlainRows(x), x8, y13, h8, out)
+    if not mlp_forward(w13, w2, weights, rows.offs, PlainRows(x), x8, y13, h8, out):
+        mlp_weights_again(w13, w2, weights)
 
 
 def ruled_mlp_backward(
