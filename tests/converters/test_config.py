@@ -175,7 +175,7 @@ def test_docs_become_help(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     for doc in (
         "Scale rule. tokenwise: one scale a token for activations and gradients",
         "Which experts: patterns of whole path components with shell wildcards",
-        "auto: hopper where it can run, else reference",
+        "hopper: Triton kernels for tokenwise on sm90. reference: tokenwise and rowwise in plain torch",
         "Leave the experts of the first N transformer layers in BF16",
         "Operands of the weight gradient",
         "fast: tensor-core accumulation over the whole contraction",
