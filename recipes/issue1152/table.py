@@ -26,8 +26,8 @@ PUBLISHED = {"bf16": 1.664, "fp8": 0.534, "val_loss_gap": 0.455}
 class Result:
     """One arm. norms: "total" or group -> gradient norm of step 1. losses: step -> training loss.
 
-    flushed: step -> share of the gradients' nonzero values that FP8 has turned into zeros, in the step's first
-    micro-batch, mean over converted modules and operands.
+    lost: step -> share of the gradients' values that FP8 has turned into zeros in the step's first micro-batch, mean
+    over converted modules and operands; a gradient that arrives as zeros, since those before it were lost, is lost.
     """
 
     arm: Arm
@@ -35,9 +35,7 @@ class Result:
     losses: dict[int, float]
     val_loss: float | None
     test_loss: float | None
-    flushed: dict[int, float] = field(default_factory=dict)
-    zeros: float | None = None
-    minutes: float | None = None
+    lost: dict[int, float] = field(default_factory=dict)
 
 
 def read_results(plan: Plan, arms: tuple[Arm, ...] = ARMS) -> dict[str, Result]:
@@ -48,15 +46,15 @@ def read_results(plan: Plan, arms: tuple[Arm, ...] = ARMS) -> dict[str, Result]:
 def _read(plan: Plan, arm: Arm) -> Result:
     run = read_run(plan.folder / arm.name)
     results = json.loads((plan.folder / arm.name / RUN_FILE).read_text())["results"]
-    norms = {"total": run.series(TAGS["grad_norm"]).get(1)}
-    norms |= {group: run.series(GRAD_NORM + group).get(1) for group in GROUPS}
+    norms = {"total": run.series(TAGS["grad_norm"])[1]}
+    norms |= {group: run.series(GRAD_NORM + group).get(1, 0.0) for group in GROUPS}  # zeros are not recorded
     return Result(
         arm=arm,
-        norms={group: norm for group, norm in norms.items() if norm is not None},
+        norms=norms,
         losses={step: loss for step, loss in run.series(TAGS["loss"]).items() if step in (*LOSS_STEPS, plan.steps)},
         val_loss=_last(results["validation"]),
         test_loss=_last(results["test"]),
-        flushed=_flushed(run),
+        lost=_lost(run),
     )
 
 
@@ -64,21 +62,24 @@ def _last(point: dict[str, float] | None) -> float | None:
     return None if point is None else point["loss"]
 
 
-def _flushed(run: Run) -> dict[int, float]:
-    found = {tag: parse(tag) for tag in run.scalars}
-    series = [run.scalars[tag] for tag, p in found.items() if p and p[1] in GRADIENTS and p[2] == "flushed"]
-    steps = sorted({step for s in series for step in s})
-    return {step: sum(s[step] for s in series if step in s) / sum(step in s for s in series) for step in steps}
+def _lost(run: Run) -> dict[int, float]:
+    found: dict[int, list[float]] = {}
+    for tag, series in run.scalars.items():
+        part = parse(tag)
+        if part and part[1] in GRADIENTS and part[2] == "flushed":
+            amax = run.series(tag.removesuffix("flushed") + "amax")
+            for step, share in series.items():
+                found.setdefault(step, []).append(1.0 if amax.get(step) == 0 else share)
+    return {step: sum(shares) / len(shares) for step, shares in sorted(found.items())}
 
 
 def markdown(plan: Plan, results: dict[str, Result], problems: dict[str, str]) -> str:
     """Three tables and their conditions."""
     steps = plan.steps
     parts = [
-        f"Step 1: gradient norm, total and by group, relative to {' / '.join(dict.fromkeys(a.twin for a in ARMS))}.",
-        _table(
-            ["arm", "total", "of twin", *GROUPS, "gradients flushed"], [_norm_row(r, results) for r in results.values()]
-        ),
+        "Gradient norm of step 1: in high precision, and as a share of the twin's. Lost: values of gradients that FP8 "
+        "turns into zeros in the step's first micro-batch.",
+        _table(["arm", "total", "of twin", *GROUPS, "lost"], [_norm_row(r, results) for r in results.values()]),
         f"Losses; gap to the twin after {steps} steps.",
         _table(
             ["arm", *(f"step {s}" for s in _loss_steps(steps)), "validation", "test", "gap", "validation gap"],
@@ -101,8 +102,8 @@ def _norm_row(result: Result, results: dict[str, Result]) -> list[str]:
     for group in GROUPS:
         is_twin = twin is None or result is twin
         cells.append(_number(result.norms.get(group), 4) if is_twin else _share(result, twin, group))
-    flushed = result.flushed.get(1)
-    return [*cells, "-" if flushed is None else f"{100 * flushed:.1f} %"]
+    lost = result.lost.get(1)
+    return [*cells, "-" if lost is None else f"{100 * lost:.1f} %"]
 
 
 def _share(result: Result, twin: Result | None, group: str) -> str:
@@ -165,7 +166,7 @@ def write(plan: Plan, results: dict[str, Result], problems: dict[str, str]) -> t
                 "loss": r.losses,
                 "val_loss": r.val_loss,
                 "test_loss": r.test_loss,
-                "flushed": r.flushed,
+                "lost": r.lost,
             }
             for name, r in results.items()
         },

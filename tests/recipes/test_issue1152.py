@@ -216,17 +216,21 @@ def test_table_tells_shares_and_gaps() -> None:
     made = {
         name: Result(
             arm=arm(name),
-            norms={"total": total, "experts": total / 2},
+            norms={
+                "total": total,
+                "experts": total / 2,
+                **dict.fromkeys(("embedding", "attention", "router", "head"), 1),
+            },
             losses={1: 7.5, 10: 7.25, 100: 7 - total / 10},
             val_loss=6.5 + total,
             test_loss=6.5,
-            flushed={1: 0.5},
+            lost={1: 0.5},
         )
         for name, total in (("bf16", 1.0), ("delayed_stale", 0.25))
     }
     lines = markdown(plan, made, {}).splitlines()
-    assert "| `delayed_stale` | 0.2500 | 0.250 | - | - | 0.250 | - | - | 50.0 % |" in lines
-    assert "| `bf16` | 1.0000 | - | - | - | 0.5000 | - | - | 50.0 % |" in lines
+    assert "| `delayed_stale` | 0.2500 | 0.250 | 1.000 | 1.000 | 0.250 | 1.000 | 1.000 | 50.0 % |" in lines
+    assert "| `bf16` | 1.0000 | - | 1.0000 | 1.0000 | 0.5000 | 1.0000 | 1.0000 | 50.0 % |" in lines
     assert "| `delayed_stale` | 7.5000 | 7.2500 | 6.9750 | 6.7500 | 6.5000 | +0.0750 | -0.7500 |" in lines
 
 
