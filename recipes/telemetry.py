@@ -30,17 +30,17 @@ Key = tuple[str, str]
 Loads = dict[str, dict[int, list[float]]]
 
 
-def attach_taps(model_parts: list[nn.Module]) -> list[Tap]:
-    """A tap for each FP8 weight of these models, under its name in the model."""
-    taps = []
+def attach_taps(model_parts: list[nn.Module]) -> list[FP8ExpertWeight]:
+    """Gives each FP8 weight of these models a tap, under its name in the model. -> The weights."""
+    weights = []
     for part in model_parts:
         for fqn, parameter in part.named_parameters():
             weight = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
             if isinstance(weight, FP8ExpertWeight):
-                tap = weight.tap = Tap(clean_fqn(fqn).removesuffix(".weight"))
-                claim(weight._data, tap)
-                taps.append(tap)
-    return taps
+                weight.tap = Tap(clean_fqn(fqn).removesuffix(".weight"))
+                claim(weight._data, weight.tap)
+                weights.append(weight)
+    return weights
 
 
 class Telemetry:
@@ -51,7 +51,8 @@ class Telemetry:
     ) -> None:
         """every: 1 or more. owns_plain: see count_zeros. twin: loads of another run, for the rank that logs."""
         self._every, self._twin = every, twin or {}
-        self._taps = attach_taps(model_parts)
+        self._weights = attach_taps(model_parts)
+        self._taps = [weight.tap for weight in self._weights]
         modules = [(clean_fqn(fqn), m) for part in model_parts for fqn, m in part.named_modules()]
         self._moes = {fqn: m for fqn, m in modules if isinstance(m, MoE)}
         self._groups = GradientGroups(model_parts, owns_plain)
@@ -70,6 +71,8 @@ class Telemetry:
         for hook in self._hooks:
             hook.remove()
         self._close()
+        for weight in self._weights:
+            weight.tap = None
         self._taps = []
         release()
 

@@ -4,7 +4,9 @@ It adds to ReportingMetricsProcessor: scalars under `fp8/` at measured steps, lo
 at the end. Without telemetry `build_metrics_processor` returns that class itself.
 """
 
+import torch
 from torch import nn
+from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
@@ -23,8 +25,9 @@ class MeasuringMetricsProcessor(ReportingMetricsProcessor):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
         self._telemetry: Telemetry | None = None
         self._seen = TelemetrySummary()
+        speaks = torch.distributed.get_rank() == metrics_rank_of(parallel_dims, job_config)
+        self._twin = twin_loads(job_config) if speaks else {}  # first, so that a wrong one leaves no run behind
         super().__init__(job_config, parallel_dims, tag)
-        self._twin = twin_loads(job_config) if self._speaks else {}
 
     @property
     def model_parts(self) -> list[nn.Module] | None:

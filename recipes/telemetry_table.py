@@ -98,7 +98,8 @@ def _loads(seen: TelemetrySummary) -> str:
         return ""
     value, module, step = seen.busiest
     text = f"busiest expert: {value:.2f} times the mean ({module}, step {step})"
-    empty, module, step = seen.most_empty
-    text += f"; experts without a token: {empty:.0f}" + (f" at most ({module}, step {step})" if empty else "")
+    if seen.most_empty is not None:
+        empty, module, step = seen.most_empty
+        text += f"; experts without a token: {empty:.0f}" + (f" at most ({module}, step {step})" if empty else "")
     agreed = [v for tag, v in seen.last.items() if tag.endswith("/twin_agreement")]
     return text + (f"; loads as the twin's: {100 * min(agreed):.1f} % in the layer that differs most" if agreed else "")
