@@ -83,7 +83,7 @@ def _open_mlp(w1: Tensor, what: str) -> Tap | None:
 def sent_rows(w1: Tensor, key: str, x: Rows, quantized: Quantized) -> None:
     """Measures rows that leave for their experts in FP8: x, or g (the gradient). w1: of this rank's experts."""
     if (tap := _open_mlp(w1, f"sent {key}")) is not None:
-        rows = torch.tensor([quantized[0].shape[0]], device=quantized[0].device)
+        rows = torch.full((1,), quantized[0].shape[0], device=quantized[0].device)
         see_rows(tap, key, x, quantized, rows)
 
 
