@@ -17,8 +17,8 @@ SCHEMA = 1
 
 PACKAGES = ("torch", "torchtitan", "torchao", "triton", "titan-moe-fp8")
 
-# Sections that change where a run writes and what it shows, never what it computes.
-_PRESENTATION = ("job.", "metrics.", "profiling.")
+# Sections that change where a run writes and what it shows or measures, never what it computes.
+_PRESENTATION = ("job.", "metrics.", "profiling.", "fp8.telemetry.")
 
 
 @dataclass(frozen=True)
