@@ -25,7 +25,7 @@ from converters.config import Numerics
 from converters.gathered_weight import FP8GatheredWeight
 from converters.rules.mlp import ruled_mlp
 from converters.rules.state import DelayedState
-from converters.scaling import Rows, compute_dtype, op_key, wgrad
+from converters.scaling import Rows, compute_dtype, op_key, wgrad, wgrad_gemm, wgrad_operands
 from converters.telemetry_mlp import MLPBackward, mlp_backward, mlp_forward
 from converters.telemetry_rows import PlainRows
 from converters.weight_cache import quantized
@@ -65,7 +65,7 @@ def backward_rows(
     """
     backend, w2, hp = get_backend(n.backend), weights[1](), n.wgrad_from_hp
     dh = backend.gemm_rows(g[0], g[1], w2.q_t, w2.scale_t, groups, y13.dtype, n.accumulate)
-    del w2  # the peak of memory is below
+    del w2
     dw2 = wgrad(g, (*h, swiglu(y13).to(y13.dtype) if hp else None), groups, dtypes[1], n)
     dy8, sdy = backend.dswiglu_rows(dh, y13)
     if watch is not None:
@@ -76,9 +76,10 @@ def backward_rows(
     dx = backend.gemm_rows(dy8, sdy, w13.q_t, w13.scale_t, groups, dtypes[0], n.accumulate)
     del w13
     sent = dx if send is None else send(dx)
-    if watch is None:
-        del dx
-    dw13 = wgrad((dy8, sdy, dy), x, groups, dtypes[1], n, parts=2)
+    dx = None if watch is None else dx
+    operands = wgrad_operands((dy8, sdy, dy), x, groups, n)
+    del dy8, dy  # here is the peak of memory
+    dw13 = wgrad_gemm(operands, groups, dtypes[1], n, parts=2)
     if watch is not None:
         watch.see_results(g[:2], x[1], dx, dw13, dw2)
     return sent, dw13, dw2

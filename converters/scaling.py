@@ -34,18 +34,29 @@ def op_key(numerics: Numerics, *weights: Tensor) -> str:
     return replace(numerics, temporary=True).key if temporary else numerics.key
 
 
-def wgrad(a: Rows, b: Rows, groups: object, out_dtype: torch.dtype, numerics: Numerics, parts: int = 1) -> Tensor:
-    """dW [E, N, K] from the two sides of a weight gradient: a of [M, N] (dY), b of [M, K] (X).
+def wgrad_operands(a: Rows, b: Rows, groups: object, numerics: Numerics) -> list:
+    """The two sides of a weight gradient as its GEMM takes them: a of [M, N] (dY), b of [M, K] (X)."""
+    backend = get_backend(numerics.backend)
+    if numerics.wgrad == "bf16":
+        return [a[2], b[2]]
+    if numerics.wgrad_from_hp:
+        return [backend.wgrad_operand_hp(side[2], groups) for side in (a, b)]
+    return [backend.wgrad_operand(side[0], side[1], groups) for side in (a, b)]
+
+
+def wgrad_gemm(operands: list, groups: object, out_dtype: torch.dtype, numerics: Numerics, parts: int = 1) -> Tensor:
+    """dW [E, N, K] from `wgrad_operands`.
 
     parts 2: [2, E, N / 2, K], the gradients of w1 and w3 from one GEMM, each contiguous: autograd would copy anything
     else.
     """
     backend = get_backend(numerics.backend)
     if numerics.wgrad == "bf16":
-        dw = backend.gemm_wgrad_hp(a[2], b[2], groups, out_dtype)
+        dw = backend.gemm_wgrad_hp(*operands, groups, out_dtype)
         return dw if parts == 1 else torch.stack(dw.chunk(parts, dim=1))
-    if numerics.wgrad_from_hp:
-        operands = [backend.wgrad_operand_hp(side[2], groups) for side in (a, b)]
-    else:
-        operands = [backend.wgrad_operand(side[0], side[1], groups) for side in (a, b)]
     return backend.gemm_wgrad(*operands, groups, out_dtype, numerics.accumulate, parts=parts)
+
+
+def wgrad(a: Rows, b: Rows, groups: object, out_dtype: torch.dtype, numerics: Numerics) -> Tensor:
+    """dW [E, N, K] from its two sides."""
+    return wgrad_gemm(wgrad_operands(a, b, groups, numerics), groups, out_dtype, numerics)

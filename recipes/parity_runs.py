@@ -30,7 +30,7 @@ _STEP = re.compile(r"step: +(\d+) .*?loss: +([\d.]+|nan|inf)")
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One run: a model (the stem of two twin recipes); bf16, a scale rule or whole; a seed of weights and data order."""
+    """One run: a model (stem of two twin recipes); bf16, a scale rule or whole; a seed of weights and data order."""
 
     model: str
     recipe: str

@@ -38,7 +38,7 @@ def contracted_hp(a: Tensor, b: Tensor, rows: Ragged, dtype: torch.dtype) -> Ten
         dw = torch._grouped_mm(a.bfloat16().t(), b.bfloat16(), offs=rows.offs)
         return torch.where((rows.sizes > 0).view(-1, 1, 1), dw, 0).to(dtype)
     out = a.new_zeros((rows.experts, a.shape[1], b.shape[1]), dtype=dtype)
-    for e, span in enumerate(_spans(rows)):
+    for e, span in enumerate(_spans(rows, len(a))):
         out[e] = a[span].float().t() @ b[span].float()
     return out
 
@@ -52,11 +52,12 @@ def _grouped(x: Tensor, w: Tensor, rows: Ragged) -> Tensor:
     if x.is_cuda and len(x):
         return torch._grouped_mm(x, w, offs=rows.offs)
     out = x.new_zeros((x.shape[0], w.shape[2]))
-    for e, span in enumerate(_spans(rows)):
+    for e, span in enumerate(_spans(rows, len(x))):
         out[span] = x[span] @ w[e]
     return out
 
 
-def _spans(rows: Ragged) -> list[slice]:
-    ends = rows.offs.tolist()
-    return [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+def _spans(rows: Ragged, M: int) -> list[slice]:
+    """Of the experts; none if there are no rows, whose ends a GPU would have to be asked for."""
+    ends = rows.offs.tolist() if M else []
+    return [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
