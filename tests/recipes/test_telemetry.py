@@ -80,7 +80,7 @@ def trainer():
         return made[-1]
 
     yield build
-    for each in made:
+    for each in reversed(made):  # each has put its clipping around that of the one before
         each.close()
 
 
