@@ -69,10 +69,11 @@ def quantized(
         if entry is not None and any(ref.expired() for ref in entry.storages):
             entry = None
         previous = None if entry is None else entry.quantized
-        if entry is not None and entry.versions == versions:
-            if not (previous.q_t if backward else previous.q).numel():  # dropped after its use, and used once more
-                return make(previous=previous, forward=not backward, backward=backward)
+        fresh = entry is not None and entry.versions == versions
+        if fresh and (previous.q_t if backward else previous.q).numel():
             found = previous
+        elif fresh and numerics.used_once:  # dropped after its use, and used once more
+            return make(previous=previous, forward=not backward, backward=backward)
         else:
             found = make(previous=previous)
             for dead in [k for k, e in _entries.items() if any(ref.expired() for ref in e.storages)]:

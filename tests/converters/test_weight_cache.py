@@ -205,6 +205,15 @@ def test_a_weight_that_is_used_once_leaves_nothing_at_the_end_of_backward() -> N
     assert weight_cache.cached_bytes() < size  # the scales
 
 
+def test_what_one_use_has_dropped_is_kept_for_many() -> None:
+    """bench: the same weights in a step of one micro-batch, then in a step of many."""
+    size = ROWS.w1.numel() + ROWS.w2.numel() + ROWS.w3.numel()
+    weights = parameters(Numerics(used_once=True))
+    mlp(weights).backward(torch.randn_like(ROWS.x))
+    expert_mlp(ROWS.x, *weights, ROWS.offs, Numerics())
+    assert cached_layouts() == [size, size]
+
+
 def test_a_weight_that_was_to_be_used_once_may_be_used_again() -> None:
     g = torch.randn_like(ROWS.x)
     results = []
