@@ -51,14 +51,32 @@ def e2e(data: dict) -> str:
     return _table(head, rows) + "\n\n" + _conditions(data["environment"])
 
 
+SPLIT = ("gemm", "quantize", "attention", "optimizer", "other")
+
+
+def whole_steps(data: dict) -> str:
+    """Steps on one GPU and where their time goes: one row a run."""
+    base = {r["recipe"]: r["tokens_per_second_per_gpu"] for r in data["runs"] if r["precision"] == "bf16"}
+    rows = []
+    for r in data["runs"]:
+        speed, model = r["tokens_per_second_per_gpu"], r["recipe"].split(":")[-1].split("/")[-1]
+        ratio = f"{speed / base[r['recipe']]:.2f}x"
+        split = [f"{r['split_ms'].get(k, 0):.0f}" for k in SPLIT]
+        rows.append([f"{model} {r['precision']}", f"{speed:,}", ratio, f"{r['peak_gib']:.1f} GiB", *split])
+    head = ["model, precision", "tokens/s", "of BF16", "peak memory", *(f"{k}, ms" for k in SPLIT)]
+    return _table(head, rows) + "\n\n" + _conditions(data["environment"])
+
+
 def parity(data: dict) -> str:
     """FP8 against BF16 seeds: a row for the seeds of a model, then one for each of its FP8 runs."""
     rows, verdicts = [], {verdict["name"]: verdict for verdict in data["verdicts"]}
     for model in dict.fromkeys(run["model"] for run in data["runs"] if run["recipe"] == "bf16"):
         runs = [run for run in data["runs"] if run["model"] == model]
         rows.append(_seeds_row(model, [run for run in runs if run["recipe"] == "bf16"]))
-        rows += [_rule_row(run, verdicts[run["name"]]) for run in runs if run["name"] in verdicts]
-    head = ["run", "validation loss", "test loss", "minus BF16's mean", "band", "gradient norm, worst ratio", "verdict"]
+        twin = {run["seed"]: run["final_val_loss"] for run in runs if run["recipe"] == "bf16"}
+        rows += [_rule_row(run, verdicts[run["name"]], twin) for run in runs if run["name"] in verdicts]
+    head = ["run", "validation loss", "test loss", "minus its seed's BF16", "minus BF16's mean", "band"]
+    head += ["gradient norm, worst ratio", "verdict"]
     return _table(head, rows) + "\n\n" + _conditions(data["environment"])
 
 
@@ -66,18 +84,20 @@ def _seeds_row(model: str, seeds: list[dict]) -> list[str]:
     losses = [f"{statistics.mean(run[f'final_{split}_loss'] for run in seeds):.4f}" for split in ("val", "test")]
     ratios = [run["grad_norm_ratio"]["ratio"] for run in seeds if run["grad_norm_ratio"]]
     norm = f"{max(ratios, key=lambda ratio: abs(ratio - 1)):.3f}" if ratios else ""
-    return [f"{model} BF16, mean of {len(seeds)} seeds", *losses, "", "", norm, ""]
+    return [f"{model} BF16, mean of {len(seeds)} seeds", *losses, "", "", "", norm, ""]
 
 
-def _rule_row(run: dict, held: dict) -> list[str]:
+def _rule_row(run: dict, held: dict, twin: dict[int, float]) -> list[str]:
     losses = [f"{run[f'final_{split}_loss']:.4f}" for split in ("val", "test")]
     band = "" if held["band"] is None else f"{held['band']:.4f}"
     norm = f"{run['grad_norm_ratio']['ratio']:.3f}" if run["grad_norm_ratio"] else ""
-    return [f"{run['model']} {run['recipe']}", *losses, f"{held['gap']:+.4f}", band, norm, held["verdict"]]
+    paired = f"{run['final_val_loss'] - twin[run['seed']]:+.4f}" if run["seed"] in twin else ""
+    return [f"{run['model']} {run['recipe']}", *losses, paired, f"{held['gap']:+.4f}", band, norm, held["verdict"]]
 
 
 TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {
     "bench": ("bench_h200.json", bench),
+    "steps": ("e2e_h200.json", whole_steps),
     "e2e": ("e2e_h200x2.json", e2e),
     "parity": ("parity_h200.json", parity),
 }
