@@ -67,7 +67,7 @@ def test_shared_experts_dense_layers_and_attention_and_nothing_else() -> None:
         ({"exclude": ["attention"], "skip_first_layers": 1}, names((2,), *DENSE) | names((1, 3), *SHARED)),
         ({"fqns": ["feed_forward", "wo"], "skip_last_layers": 3}, names((0,), *DENSE, "attention.wo")),
     ],
-    ids=str,
+    ids=["shared", "wo", "two layers", "excluded", "skip first", "skip last"],
 )
 def test_case_02_patterns_and_layers(options: dict, expected: set[str]) -> None:
     model = llama4(moe_every=2)
