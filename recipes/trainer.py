@@ -1,4 +1,4 @@
-"""torchtitan's trainer, which a polite kill (SIGTERM) ends at the next step with a full checkpoint.
+"""torchtitan's trainer; it refuses unknown converters at once, and a polite kill (SIGTERM) ends it with a checkpoint.
 
 Clusters send SIGTERM before they take a machine away, and recipes/parity.py sends it at the end of its budget; the same
 command then goes on from that step. torchtitan 0.2.2 saves at fixed intervals only.
@@ -8,14 +8,26 @@ import os
 import signal
 from types import FrameType
 
+from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer as TorchTitanTrainer
 
+from converters.registry import check_names
+
 
 class Trainer(TorchTitanTrainer):
-    """For runs of one process with `checkpoint.enable`. Any other is killed as ever: ranks would stop apart."""
+    """SIGTERM: for runs of one process with `checkpoint.enable`. Any other is killed as ever: ranks would stop apart."""
 
     stop_asked = False
+
+    def __init__(self, job_config: JobConfig) -> None:
+        """As torchtitan's, which looks a converter up only after it has loaded the data.
+
+        Raises:
+            ValueError, ImportError, TypeError: a name in `model.converters` is no working converter.
+        """
+        check_names(job_config.model.converters)
+        super().__init__(job_config)
 
     def train(self) -> None:
         """Trains until the last step, or until the first one that ends after a SIGTERM."""
