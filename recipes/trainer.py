@@ -16,7 +16,7 @@ from converters.registry import check_names
 
 
 class Trainer(TorchTitanTrainer):
-    """SIGTERM: for runs of one process with `checkpoint.enable`. Any other is killed as ever: ranks would stop apart."""
+    """SIGTERM: in runs of one process with `checkpoint.enable`. Any other is killed as ever: ranks would stop apart."""
 
     stop_asked = False
 
