@@ -22,7 +22,14 @@ from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.tools.logging import logger
 
-from recipes.documents import read_jsonl, read_parquet, read_python_docs, read_python_packages, read_text_files
+from recipes.documents import (
+    pieces,
+    read_jsonl,
+    read_parquet,
+    read_python_docs,
+    read_python_packages,
+    read_text_files,
+)
 from recipes.job_config import DataConfig
 
 Split = Literal["train", "validation", "test"]
@@ -73,6 +80,8 @@ def load_split(path: str, *, name: str, split: Split, config: DataConfig, ranks:
             "and each rank needs one of its own. Give more documents, change the fractions in [data], or use fewer "
             "ranks."
         )
+    if config.piece_chars:
+        texts = [piece for text in texts for piece in pieces(text, config.piece_chars) if piece.strip()]
     # large_string: 64-bit offsets, a split may hold more than 2 GiB of text.
     dataset = Dataset.from_dict({"text": texts}, features=Features({"text": Value("large_string")}))
     return dataset.shuffle(seed=config.shuffle_seed if split == "train" else 0)

@@ -125,11 +125,11 @@ def read_python_docs(path: str, text_column: str) -> Iterator[str]:
         raise ValueError(f"{path!r} is not the folder of a CPython standard library: it has no pydoc_data/topics.py.")
     *_, assignment = (node for node in ast.parse(topics.read_bytes()).body if isinstance(node, ast.Assign))
     for _, text in sorted(ast.literal_eval(assignment.value).items()):
-        yield from _pieces(text)
+        yield from pieces(text)
     for file in _modules(root):
         parts = file.relative_to(root).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        yield from _pieces("\n\n".join(_page(ast.parse(file.read_bytes()), name)))
+        yield from pieces("\n\n".join(_page(ast.parse(file.read_bytes()), name)))
 
 
 def read_python_packages(path: str, text_column: str) -> Iterator[str]:
@@ -160,12 +160,12 @@ def _digest(text: str) -> bytes:
     return blake2b(text.encode(), digest_size=16).digest()
 
 
-def _pieces(page: str) -> Iterator[str]:
-    """The page cut between paragraphs; a piece ends with the paragraph that brings it to PIECE_CHARS."""
+def pieces(page: str, chars: int = PIECE_CHARS) -> Iterator[str]:
+    """The page cut between paragraphs; a piece ends with the paragraph that brings it to `chars` characters."""
     piece = ""
     for paragraph in page.split("\n\n"):
         piece += f"\n\n{paragraph}" if piece else paragraph
-        if len(piece) >= PIECE_CHARS:
+        if len(piece) >= chars:
             yield piece
             piece = ""
     if piece:

@@ -24,11 +24,19 @@ class DataConfig:
     shuffle_seed: int = 0
     """Seed of the order of the training documents, the same on every rank and in every epoch."""
 
+    piece_chars: int = 0
+    """
+    Cut documents between paragraphs into pieces of about this many characters, after they were given to a split: a
+    batch then mixes many of them, where a long one fills several steps and moves the loss with its topic. 0: whole.
+    """
+
     def __post_init__(self) -> None:
         if not isinstance(self.text_column, str) or not self.text_column:
             raise ValueError(f"[data] text_column = {self.text_column!r} must be the name of a column.")
-        if isinstance(self.shuffle_seed, bool) or not isinstance(self.shuffle_seed, int) or self.shuffle_seed < 0:
-            raise ValueError(f"[data] shuffle_seed = {self.shuffle_seed!r} must be a whole number, 0 or more.")
+        for name in ("shuffle_seed", "piece_chars"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"[data] {name} = {value!r} must be a whole number, 0 or more.")
         for name in ("validation_fraction", "test_fraction"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:

@@ -89,6 +89,18 @@ def test_held_out_documents_keep_their_order_whatever_the_seed(held_out: str, tm
     assert split(path, split=held_out) == split(path, split=held_out, shuffle_seed=1)
 
 
+def test_pieces_of_a_document_stay_in_its_split(tmp_path: Path) -> None:
+    pages = ["\n\n".join(f"paragraph {i} of page {page}" for i in range(page % 7)) or "short" for page in range(100)]
+    path = write_jsonl(tmp_path / "data.jsonl", pages)
+    for held in SPLITS:
+        whole, cut = split(path, split=held), split(path, split=held, piece_chars=50)
+        assert len(cut) > len(whole)
+        assert max(len(piece) for piece in cut) < 50 + len("paragraph 6 of page 100")
+        cuts = "".join(whole).replace("\n\n", "")
+        assert sorted("".join(cut).replace("\n\n", "")) == sorted(cuts)
+        assert all(any(piece in page for page in whole) for piece in cut)
+
+
 # Readers
 
 
@@ -249,6 +261,7 @@ def test_fewer_documents_than_ranks(tmp_path: Path) -> None:
         ({"validation_fraction": True}, "validation_fraction = True must be a share"),
         ({"validation_fraction": 0.5, "test_fraction": 0.5}, "leave nothing to train on"),
         ({"shuffle_seed": -1}, "shuffle_seed = -1 must be a whole number"),
+        ({"piece_chars": 1.5}, r"piece_chars = 1\.5 must be a whole number"),
     ],
 )
 def test_wrong_config(wrong: dict, message: str) -> None:
