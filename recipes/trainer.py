@@ -13,6 +13,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer as TorchTitanTrainer
 
 from converters.registry import check_names
+from converters.unread_sections import check_sections
 
 
 class Trainer(TorchTitanTrainer):
@@ -24,9 +25,11 @@ class Trainer(TorchTitanTrainer):
         """As torchtitan's, which looks a converter up only after it has loaded the data.
 
         Raises:
-            ValueError, ImportError, TypeError: a name in `model.converters` is no working converter.
+            ValueError, ImportError, TypeError: a name in `model.converters` is no working converter, or one is missing
+                for what [fp8] demands.
         """
         check_names(job_config.model.converters)
+        check_sections(job_config)
         super().__init__(job_config)
 
     def train(self) -> None:

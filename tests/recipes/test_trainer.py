@@ -5,6 +5,8 @@ from torchtitan.config import JobConfig
 from torchtitan.train import Trainer as TorchTitanTrainer
 
 import recipes.register  # noqa: F401  (importing registers)
+from converters.config import FP8Config
+from converters.token_config import TokenPathConfig
 from recipes.trainer import Trainer
 
 
@@ -30,3 +32,11 @@ def test_an_unknown_converter_is_refused_before_torchtitan_builds_anything(built
 def test_known_converters_are_handed_on(built: list[JobConfig]) -> None:
     Trainer(job_config := config("fp8.grouped_experts", "fp8.dense"))
     assert built == [job_config]
+
+
+def test_keys_that_no_converter_reads_are_named_first(built: list[JobConfig]) -> None:
+    job_config = config("fp8.dense")
+    job_config.fp8 = FP8Config(token_path=TokenPathConfig(fused="on"))
+    with pytest.raises(ValueError, match=r"fused = 'on' is read by the converter"):
+        Trainer(job_config)
+    assert not built
