@@ -16,7 +16,7 @@ from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
 
 from converters.dense_config import FP8DenseConfig
 from converters.dense_forwards import PROJECTIONS, SWIGLU
-from converters.selection import ALIGNMENT, SkippedModule, layer_of, matches
+from converters.selection import ALIGNMENT, SkippedModule, layer_of, matches, reasons_of
 
 # Modules whose forward is w2(silu(w1(x)) * w3(x)).
 SWIGLU_FORWARDS = {m.forward for m in (FeedForward, Llama3FeedForward, Llama4FeedForward, Qwen3FeedForward)}
@@ -155,7 +155,7 @@ def select(model: nn.Module, config: FP8DenseConfig) -> tuple[list[Unit], list[S
             check_alignment(fqn, module)
             chosen[fqn] = module
     if not chosen:
-        reasons = "; ".join(f"{s.fqn}: {s.reason}" for s in skipped if s.fqn in linear)[:300]
+        reasons = reasons_of([s for s in skipped if s.fqn in linear])
         raise ValueError(
             f"[fp8.dense] converts nothing: {reasons or 'this model has no linear layers'}. Remove the converter "
             "'fp8.dense' from model.converters, or change what it skips."

@@ -146,13 +146,19 @@ def select(model: nn.Module, config: FP8GroupedExpertsConfig) -> tuple[dict[str,
     if not chosen:
         raise ValueError(
             "[fp8.grouped_experts] converts nothing: "
-            + (
-                "; ".join(f"{s.fqn}: {s.reason}" for s in skipped if s.fqn in stacks)[:300]
-                or "this model has no routed experts"
-            )
+            + (reasons_of([s for s in skipped if s.fqn in stacks]) or "this model has no routed experts")
             + ". Remove the converter 'fp8.grouped_experts' from model.converters, or change what it skips."
         )
     return chosen, skipped
+
+
+def reasons_of(skipped: list[SkippedModule]) -> str:
+    """One entry a reason, with the first module that has it and the number of others."""
+    names: dict[str, list[str]] = {}
+    for s in skipped:
+        names.setdefault(s.reason, []).append(s.fqn)
+    more = {why: f" and {len(of) - 1} more" if len(of) > 1 else "" for why, of in names.items()}
+    return "; ".join(f"{of[0]}{more[why]}: {why}" for why, of in names.items())
 
 
 def _why_not_experts(module: nn.Module) -> str:

@@ -102,7 +102,11 @@ def test_a_head_under_another_name_is_known_by_its_shape() -> None:
         ({"fqns": ["shared_expert"]}, r"fqns: 'shared_expert' matches no linear layer.*shared_experts"),
         ({"exclude": ["wz"]}, r"exclude: 'wz' matches no linear layer"),
         ({"fqns": ["tok_embeddings"]}, r"'tok_embeddings' matches no linear layer"),
-        ({"skip_first_layers": 4}, r"converts nothing: layers\.0\.attention\.wq: in the first 4 layers"),
+        (
+            {"skip_first_layers": 4},
+            r"converts nothing: layers\.0\.attention\.wq and 27 more: in the first 4 layers \(skip_first_layers\); "
+            r"layers\.0\.moe\.router\.gate and 3 more: router: never FP8; output: head: never FP8\. Remove the",
+        ),
     ],
     ids=str,
 )
