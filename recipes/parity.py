@@ -18,9 +18,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from recipes.arguments import count, number, out_file, out_folder
+from recipes.parity_arms import parse_arms
 from recipes.parity_plot import plot_parity
 from recipes.parity_results import collect, environment
-from recipes.parity_runs import parse_arms, run_arms
+from recipes.parity_runs import run_arms
 from recipes.run_info import jsonable
 
 MODELS = "mixtral_300m,llama4_300m"
@@ -31,13 +33,14 @@ ARMS = "bf16:1,tokenwise:1,whole:1,bf16:2,delayed:1,rowwise:1,bf16:3"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (sys.argv when None) and returns the exit code."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    command = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(command)
     try:
         arms = parse_arms(args.models, args.arms, args.extra)
         fate = run_arms(arms, args.folder, jobs=args.jobs, seconds=args.budget, extra=args.extra, say=_say)
     except ValueError as error:
         parser.error(str(error))
-    found = {"environment": environment(args.jobs), **collect(arms, args.folder)}
+    found = {"environment": environment(args.jobs, command), **collect(arms, args.folder)}
     write(found, args.out)
     show(found)
     failed = [arm.name for arm, what in fate.items() if what.startswith("failed")]
@@ -74,7 +77,7 @@ def show(found: dict[str, Any]) -> None:
         table.add_row(run["name"], *losses, norm, f"{run['tokens_per_second']:,}", f"{run['peak_gib']:.1f}")
     console.print(table)
     for verdict in found["verdicts"]:
-        console.print(verdict["line"], highlight=False, soft_wrap=True)
+        console.print(verdict["line"], markup=False, highlight=False, soft_wrap=True)
 
 
 def _say(line: str) -> None:
@@ -85,12 +88,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m recipes.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("outputs/parity/parity.json"), help="the JSON; PNGs beside it")
+    out = Path("outputs/parity/parity.json")
+    parser.add_argument("--out", type=out_file, default=out, help="the JSON; PNGs beside it")
     parser.add_argument("--models", default=MODELS, help=f"stems of twin recipes (default: {MODELS})")
     parser.add_argument("--arms", default=ARMS, help=f"RULE:SEED, with bf16, a scale rule or whole (default: {ARMS})")
-    parser.add_argument("--jobs", type=int, default=6, help="runs at a time (default: 6, about 10 GiB each)")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds that this call may train")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/parity"), help="dump folders of the runs")
+    jobs = "runs at a time (default: 6, about 10 GiB each)"
+    parser.add_argument("--jobs", type=count("is no number of runs"), default=6, help=jobs)
+    seconds = number("budget", "a number of seconds above 0", above=0)
+    parser.add_argument("--budget", type=seconds, default=float("inf"), help="seconds that this call may train")
+    parser.add_argument("--folder", type=out_folder, default=Path("outputs/parity"), help="dump folders of the runs")
     parser.add_argument("extra", nargs="*", help="after --: more arguments for every run")
     return parser
 

@@ -1,6 +1,6 @@
 """What a parity test found, as JSON: every run's curves and costs, and each FP8 arm held against the BF16 seeds."""
 
-import sys
+import math
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -10,7 +10,8 @@ import torch
 
 from recipes.compare_band import band, spread
 from recipes.compare_pairs import match, ratio
-from recipes.parity_runs import Arm
+from recipes.compare_verdict import MIN_STEPS, UNKNOWN
+from recipes.parity_arms import Arm
 from recipes.run_info import versions
 from recipes.runs import TAGS, Run, Series, read_run
 
@@ -21,13 +22,13 @@ NORM_WINDOW = 20
 TARGET = 0.005
 
 
-def environment(jobs: int) -> dict[str, Any]:
-    """Date, GPU, versions and command of a result file."""
+def environment(jobs: int, command: Sequence[str]) -> dict[str, Any]:
+    """Date, GPU, versions and command (its arguments are given) of a result file."""
     return {
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "versions": versions(),
-        "command": " ".join(["python -m recipes.parity", *sys.argv[1:]]),
+        "command": " ".join(["python -m recipes.parity", *command]),
         "runs_at_a_time": jobs,
     }
 
@@ -109,7 +110,7 @@ def _verdict(arm: Arm, read: dict[Arm, Run]) -> dict[str, Any] | None:
     mean = sum(series[last] for series in seeds.values()) / len(seeds)
     gap = mine[last] - mean
     width = band(steps, spread(list(seeds.values()), steps, 1))[-1] if len(seeds) > 1 else None
-    word = _word(gap, width)
+    word = _word(gap, width) if arm.steps >= MIN_STEPS else UNKNOWN
     held = "one BF16 seed, so no band" if width is None else f"band {width:.4f}"
     return {
         "name": arm.name,
@@ -124,7 +125,9 @@ def _verdict(arm: Arm, read: dict[Arm, Run]) -> dict[str, Any] | None:
 
 
 def _word(gap: float, width: float | None) -> str:
-    """Inside the band is the same; without a band, within TARGET is."""
+    """Inside the band is the same; without a band, within TARGET is. A nan is worse."""
+    if math.isnan(gap):
+        return "worse"
     if abs(gap) <= (TARGET if width is None else width):
         return "same"
     return "worse" if gap > 0 else "better"

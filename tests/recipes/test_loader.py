@@ -52,7 +52,7 @@ def job(folder: Path, key: str = "text", **data: object) -> TitanJobConfig:
 
 def test_every_source_has_three_names() -> None:
     names = {f"{name}{suffix}" for name in SOURCES for suffix in ("", "_validation", "_test")}
-    assert len(names) == 12
+    assert len(names) == 15
     assert names <= set(DATASETS)
     assert {"c4", "c4_test"} <= set(DATASETS)  # torchtitan's own stay
 

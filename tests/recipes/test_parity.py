@@ -12,9 +12,9 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from recipes import parity, readme_tables
+from recipes.parity_arms import DONE, Arm
 from recipes.parity_plot import plot_parity
 from recipes.parity_results import collect, thinned
-from recipes.parity_runs import DONE, Arm
 from recipes.runs import TAGS, read_run
 
 ROOT = Path(__file__).parents[2]
@@ -133,12 +133,12 @@ def test_gradient_norms_are_held_against_the_same_seed(recorded: list[Arm], tmp_
 
 
 def test_readme_table_has_a_row_for_the_seeds_and_one_a_rule(recorded: list[Arm], tmp_path: Path) -> None:
-    found = {"environment": parity.environment(1), **collect(recorded, tmp_path)}
+    found = {"environment": parity.environment(1, []), **collect(recorded, tmp_path)}
     for run in found["runs"]:
         run["final_test_loss"] = 3.0
     lines = readme_tables.parity(found).splitlines()
-    assert lines[2] == "| m BF16, mean of 2 seeds | 2.0100 | 3.0000 |  |  | 1.100 |  |"
-    assert lines[4] == "| m tokenwise | 2.0500 | 3.0000 | +0.0400 | 0.3000 | 1.200 | same |"
+    assert lines[2] == "| m BF16, mean of 2 seeds | 2.0100 | 3.0000 |  |  |  | 1.100 |  |"
+    assert lines[4] == "| m tokenwise | 2.0500 | 3.0000 | +0.0500 | +0.0400 | 0.3000 | 1.200 | same |"
     assert len([line for line in lines if line.startswith("| ")]) == 5
 
 
@@ -154,7 +154,7 @@ def test_runs_that_are_not_done_are_left_out(recorded: list[Arm], tmp_path: Path
 
 def test_pictures_are_drawn_of_whatever_is_there(recorded: list[Arm], tmp_path: Path) -> None:
     for arms in (recorded, recorded[:1], recorded[2:]):
-        found = {"environment": parity.environment(1), **collect(arms, tmp_path)}
+        found = {"environment": parity.environment(1, []), **collect(arms, tmp_path)}
         plot_parity(found, "m", tmp_path / "m.png")
         assert (tmp_path / "m.png").stat().st_size > 10_000
 
