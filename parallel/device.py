@@ -15,6 +15,7 @@ torch finds one. It must run before the rest of torchtitan is imported, since th
 | `torch.device("cpu:1")` for LOCAL_RANK=1 is no device           | every rank of the host uses "cpu:0"              |
 | a barrier with `device_ids` is refused by gloo                  | a barrier without                                |
 | rings of context parallelism know CUDA's attention kernels only | the CPU's too (cpu_attention.py)                 |
+| DTensor draws the same random numbers for every shard           | a seed for each (cpu_random.py)                  |
 """
 
 import functools
@@ -32,6 +33,7 @@ from torch._utils import _get_available_device_type
 from torch.distributed.fsdp import FSDPModule
 
 from parallel.cpu_attention import let_rings_run_on_cpu
+from parallel.cpu_random import let_shards_differ
 
 
 class CPUDevice:
@@ -103,6 +105,7 @@ def _patch_torchtitan() -> None:
 def _patch_torch() -> None:
     torch.histc = _histc(torch.histc)
     let_rings_run_on_cpu()
+    let_shards_differ()
     set_factor, barrier = FSDPModule.set_gradient_divide_factor, dist.barrier
 
     @functools.wraps(set_factor)
