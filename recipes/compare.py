@@ -11,13 +11,14 @@ its losses or gradient norms; 2 cannot be judged, or the runs cannot be compared
 """
 
 import argparse
-import math
 import sys
 import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
+from recipes.arguments import count, number, out_file, out_folder
 from recipes.compare_numbers import Limits, Report, compare_all
 from recipes.compare_outputs import Outputs, write_outputs
 from recipes.compare_tables import print_report
@@ -48,11 +49,11 @@ def _render(args: argparse.Namespace, console: Console) -> tuple[int, bool]:
         report = _compare(args)
         written = write_outputs(report, _outputs(args), reload_seconds=args.watch)
     except (RunError, OSError) as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False)
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         return 2, False
     print_report(report, console)
     for name, path in written.items():
-        console.print(f"{name}: {path}", highlight=False, soft_wrap=True)
+        console.print(f"{name}: {path}", markup=False, highlight=False, soft_wrap=True)
     return report.code, all(run.ended for run in report.runs)
 
 
@@ -63,35 +64,9 @@ def _compare(args: argparse.Namespace) -> Report:
 
 
 def _outputs(args: argparse.Namespace) -> Outputs:
-    folder = Path(args.out or args.run_b[0])
-    page, column = (Path(path) if path else None for path in (args.html, args.png))
-    return Outputs(picture=folder / "compare.png", numbers=folder / "compare.json", page=page, column=column)
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
-
-
-def _limit(text: str) -> float:
-    """A limit on a gap. nan is refused: no gap would ever exceed it."""
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is no limit: give a finite number, 0 or more")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} steps cannot be averaged: give 1 (no smoothing) or more")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text} is no pause: give a number of seconds above 0")
-    return value
+    folder = args.out or Path(args.run_b[0])
+    picture, numbers = folder / "compare.png", folder / "compare.json"
+    return Outputs(picture=picture, numbers=numbers, page=args.html, column=args.png)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,20 +77,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run_b", metavar="RUN_B", nargs="+", help="dump folders of the other runs, FP8 say")
     band = "runs like RUN_A with other seeds (debug.seed): what they differ by is the band that a gap is held against"
     parser.add_argument("--band", metavar="RUN", nargs="+", default=[], help=band)
-    parser.add_argument("--out", metavar="DIR", help="where compare.png and compare.json go (default: the first RUN_B)")
-    parser.add_argument("--html", metavar="FILE", help="also write a page that stands alone, for any browser")
-    parser.add_argument("--png", metavar="FILE", help="also write a picture as wide as a column of a paper")
+    out_help = "where compare.png and compare.json go (default: the first RUN_B)"
+    parser.add_argument("--out", metavar="DIR", type=out_folder, help=out_help)
+    html_help, png_help = "a page that stands alone, for any browser", "a picture as wide as a column of a paper"
+    parser.add_argument("--html", metavar="FILE", type=out_file, help=f"also write {html_help}")
+    parser.add_argument("--png", metavar="FILE", type=out_file, help=f"also write {png_help}")
+    limit = number("limit", "a finite number, 0 or more", least=0)  # no gap would ever exceed a nan
     loss_help = "limit on |smoothed training loss gap| at the last step"
-    parser.add_argument("--max-loss-gap", metavar="X", type=_limit, help=loss_help)
-    parser.add_argument(
-        "--max-val-gap", metavar="X", type=_limit, help="limit on |validation loss gap| at the last step"
-    )
+    parser.add_argument("--max-loss-gap", metavar="X", type=limit, help=loss_help)
+    val_help = "limit on |validation loss gap| at the last step"
+    parser.add_argument("--max-val-gap", metavar="X", type=limit, help=val_help)
     smooth_help = (
         "smoothed = mean over the last N common logged steps (default: a twentieth of them, at least 5; 1: none)"
     )
-    parser.add_argument("--smooth", metavar="N", type=_count, help=smooth_help)
+    parser.add_argument("--smooth", metavar="N", type=count("steps cannot be averaged"), help=smooth_help)
     watch_help = "read and write everything again after so many seconds, until every run has ended or Ctrl-C"
-    parser.add_argument("--watch", metavar="SECONDS", type=_seconds, help=watch_help)
+    seconds = number("pause", "a number of seconds above 0", above=0)
+    parser.add_argument("--watch", metavar="SECONDS", type=seconds, help=watch_help)
     return parser
 
 

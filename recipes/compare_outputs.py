@@ -89,5 +89,8 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
     """Through a draft beside it: a browser or a reader never meets half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.part")
-    write(draft)
-    draft.replace(path)
+    try:
+        write(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

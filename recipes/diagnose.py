@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from recipes.arguments import count
 from recipes.diagnose_remedies import Remedy, skip
 from recipes.diagnose_rules import Finding, findings
 from recipes.diagnose_view import View, natural, section_of
@@ -34,15 +35,16 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if not view.steps:
         console.print(
-            f"{args.run} has no telemetry. Train with --fp8.telemetry.every 100, or in the recipe:\n\n"
-            "    \\[fp8.telemetry]\n    every = 100\n"
+            f"{escape(args.run)} has no telemetry. Train with --fp8.telemetry.every 100, or in the recipe:\n\n"
+            "    \\[fp8.telemetry]\n    every = 100\n",
+            soft_wrap=True,
         )
         return 2
     found = findings(view)
     wrong, notes = [f for f in found if not f.note], [f for f in found if f.note]
-    console.print(_title(view), style="bold")
+    console.print(_title(view), style="bold", markup=False)
     if not wrong:
-        console.print(_healthy(view))
+        console.print(_healthy(view), markup=False)
     print_findings(wrong, view, console, args.top)
     print_findings(notes, view, console, args.top)
     return 1 if wrong else 0
@@ -84,7 +86,8 @@ def _print_remedies(remedies: list[Remedy], console: Console) -> None:
 def _title(view: View) -> str:
     steps, modules = view.steps, len(view.owners)
     recipe = ((view.run.info or {}).get("recipe")) or view.run.label
-    return f"{recipe}: {modules} modules in FP8, {len(steps)} steps measured, {steps[0]} to {steps[-1]}"
+    measured = f"steps measured, {steps[0]} to {steps[-1]}" if steps[1:] else f"step measured, {steps[0]}"
+    return f"{recipe}: {modules} modules in FP8, {len(steps)} {measured}"
 
 
 def _healthy(view: View) -> str:
@@ -107,7 +110,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m recipes.diagnose", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", help="the run's job.dump_folder")
-    parser.add_argument("--top", type=int, default=5, help="modules shown of each finding (default: 5)")
+    top = "modules shown of each finding (default: 5)"
+    parser.add_argument("--top", type=count("is no number of modules"), default=5, help=top)
     return parser
 
 

@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from parallel.device import prepare_device
+from recipes.arguments import count, number, out_file
 from recipes.run_info import jsonable, versions
 from recipes.sqnr_measure import Report, measure
 from recipes.sqnr_tables import print_report, verdict
@@ -44,13 +46,13 @@ def main(argv: list[str] | None = None) -> int:
         twin_converters(config)  # refuses a recipe without FP8 before anything is built
         twins = build_twins(config, args.checkpoint)
     except ValueError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False)
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         return 2
     report = measure(twins, args.warmup)
     print_report(report, twins, console, 0 if args.all else args.rows)
     if args.out:
-        write_json(Path(args.out), report, twins, args.recipe)
-        console.print(f"Numbers: {args.out}", highlight=False, soft_wrap=True)
+        write_json(args.out, report, twins, args.recipe)
+        console.print(f"Numbers: {args.out}", markup=False, highlight=False, soft_wrap=True)
     problem = failure(report, args.floor)
     if problem:
         console.print(f"[bold red]failed:[/] {problem}", highlight=False)
@@ -90,10 +92,6 @@ def write_json(path: Path, report: Report, twins: Twins, recipe: str) -> None:
     path.write_text(json.dumps(jsonable(content), indent=2, allow_nan=False, default=str) + "\n", encoding="utf-8")
 
 
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
-
-
 def _parser() -> argparse.ArgumentParser:
     about = "One batch through a recipe's model in high precision and in FP8: how far apart are they, and where?"
     after = "Further arguments override the recipe as in training: --training.seq_len 64, --fp8.grouped_experts.recipe"
@@ -103,12 +101,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checkpoint", metavar="DIR", help="weights of a torchtitan checkpoint, OUTPUT/checkpoint/step-N"
     )
-    parser.add_argument("--floor", metavar="DB", type=float, help="exit code 1 if the logits' SQNR is lower")
+    floor = number("floor", "a finite number of dB")
+    parser.add_argument("--floor", metavar="DB", type=floor, help="exit code 1 if the logits' SQNR is lower")
     warmup = "steps of the FP8 model, same batch and weights, before the measured one: for delayed scales (default: 0)"
-    parser.add_argument("--warmup", metavar="N", type=int, default=0, help=warmup)
-    parser.add_argument("--rows", metavar="N", type=int, default=30, help="rows of the first table (default: 30)")
+    parser.add_argument("--warmup", metavar="N", type=count("is no number of steps", least=0), default=0, help=warmup)
+    rows = "rows of the first table (default: 30)"
+    parser.add_argument("--rows", metavar="N", type=count("is no number of rows"), default=30, help=rows)
     parser.add_argument("--all", action="store_true", help="all rows")
-    parser.add_argument("--out", metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--out", metavar="FILE", type=out_file, help="write everything as JSON")
     return parser
 
 

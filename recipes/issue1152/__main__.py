@@ -3,7 +3,7 @@
 Trains the arms (arms.py), skipping those that a former call has finished, and prints and writes their table. The
 reduced size takes minutes on two CPU cores; --full is for a GPU.
 
-Exit code: 0 all arms are done, 1 one failed.
+Exit code: 0 all arms are done, 1 one failed, 2 wrong usage.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
+from recipes.arguments import count, number, out_folder
 from recipes.issue1152.arms import ARMS, STEPS, Plan, run_arms, scaled_lr
 from recipes.issue1152.table import fill_readme, markdown, read_results, write
 
@@ -23,8 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (sys.argv when None) and returns the exit code."""
     args, extra = _parser().parse_known_args(argv)
     if args.readme:
-        fill_readme(Path(args.readme))
-        return 0
+        return _fill(Path(args.readme))
     plan = plan_from(args, tuple(extra))
     wanted = args.arms.split(",") if args.arms else [arm.name for arm in ARMS]
     unknown = [name for name in wanted if name not in {arm.name for arm in ARMS}]
@@ -39,6 +39,14 @@ def main(argv: list[str] | None = None) -> int:
     for problem in problems.values():
         print(problem, file=sys.stderr)
     return 1 if problems else 0
+
+
+def _fill(folder: Path) -> int:
+    if not all((folder / name).is_file() for name in ("table.json", "table.md")):
+        print(f"{folder} has no table.json and table.md: give the folder that a call has written.", file=sys.stderr)
+        return 2
+    fill_readme(folder)
+    return 0
 
 
 def plan_from(args: argparse.Namespace, extra: tuple[str, ...]) -> Plan:
@@ -56,13 +64,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m recipes.issue1152", description=__doc__.splitlines()[0], epilog=after, allow_abbrev=False
     )
     parser.add_argument("--full", action="store_true", help="full size: 100 steps of 131,072 tokens, for a GPU")
-    parser.add_argument("--out", metavar="DIR", help="default: outputs/issue1152/SIZE")
+    parser.add_argument("--out", metavar="DIR", type=out_folder, help="default: outputs/issue1152/SIZE")
     jobs = max(1, (os.cpu_count() or 1) // 2)
-    parser.add_argument("--jobs", metavar="N", type=int, default=min(jobs, 5), help="arms at a time")
+    at_once = count("is no number of arms")
+    parser.add_argument("--jobs", metavar="N", type=at_once, default=min(jobs, 5), help="arms at a time")
     parser.add_argument("--arms", metavar="A,B", help=f"only these, of {', '.join(arm.name for arm in ARMS)}")
-    parser.add_argument("--steps", metavar="N", type=int, help=f"of an arm, the first N of the schedule ({STEPS})")
+    steps = "of an arm, the first N of the schedule (default: {full} full, {reduced} reduced)".format(**STEPS)
+    parser.add_argument("--steps", metavar="N", type=count("is no number of steps"), help=steps)
     lr = "learning rate at the end of the warm-up (default: 2e-5, the published one, times 4096 / width)"
-    parser.add_argument("--lr", metavar="X", type=float, help=lr)
+    parser.add_argument("--lr", metavar="X", type=number("learning rate", "a number above 0", above=0), help=lr)
     parser.add_argument("--precision", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
     parser.add_argument(
         "--readme", metavar="DIR", help="train nothing: put the table in DIR into README.md beside this"

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,11 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent.relative_to(ROOT)
 COMMAND_FILE = "arm.json"
 PUBLISHED_WIDTH, PUBLISHED_LR = 4096, 2e-5
+
+# An exception, with or without its rank before it, or what the parser of the options says.
+_ERROR = re.compile(
+    r"^(\[rank\d+\]: )?[\w.]*(Error|Exception): |^(Unrecognized options|invalid choice|Error parsing)\b"
+)
 
 DELAYED = (
     *("--fp8.grouped_experts.recipe=delayed", "--fp8.dense.recipe=delayed"),
@@ -162,9 +168,15 @@ def run_arm(plan: Plan, arm: Arm, threads: int) -> str | None:
     with open(folder / "log.txt", "w") as log:
         code = subprocess.run(plan.command(arm), cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
     if code:
-        tail = [line for line in (folder / "log.txt").read_text().splitlines() if line.strip()][-1:]
-        return f"{arm.name} ended with exit code {code}: {' '.join(tail)[-300:]}"
+        return f"{arm.name} ended with exit code {code}: {reason((folder / 'log.txt').read_text())}"
     return None if finished(plan, arm) else f"{arm.name} ended early: see {folder / 'log.txt'}"
+
+
+def reason(log: str) -> str:
+    """The line of a log that says why a run failed: its last error, which the tables of its end may follow."""
+    lines = [text for line in log.splitlines() if any(map(str.isalnum, text := line.strip(" │")))]
+    errors = [line for line in lines if _ERROR.search(line)]
+    return (errors or lines or ["its log is empty"])[-1][:500]
 
 
 def run_arms(plan: Plan, arms: list[Arm], jobs: int) -> dict[str, str]:

@@ -1,0 +1,60 @@
+"""What a number or a file on a command line has to be: types for argparse, with errors of value, rule and remedy."""
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+
+def number(noun: str, remedy: str, *, least: float = -math.inf, above: float = -math.inf) -> Callable[[str], float]:
+    """A finite number, `least` or more and more than `above`. Errors say "TEXT is no NOUN: give REMEDY"."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value >= least and value > above):
+            raise argparse.ArgumentTypeError(f"{text} is no {noun}: give {remedy}")
+        return value
+
+    return parse
+
+
+def count(problem: str, *, least: int = 1) -> Callable[[str], int]:
+    """A whole number, `least` or more. Errors say "TEXT PROBLEM: give a whole number, 1 or more"."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} {problem}: give a whole number, {least} or more")
+        return value
+
+    return parse
+
+
+def out_file(text: str) -> Path:
+    """A file to be written. Refused before anything is trained or measured: a folder, or a path through a file."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: give the name of a file in it")
+    _check_parents(path)
+    return path
+
+
+def out_folder(text: str) -> Path:
+    """A folder that may not be there yet."""
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file: give a folder")
+    _check_parents(path)
+    return path
+
+
+def _check_parents(path: Path) -> None:
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} cannot be made, since {above} is a file: give another path")
