@@ -5,7 +5,7 @@ weights and the data order of one of those seeds: the experts under each scale r
 curves and a verdict for each arm as JSON, and a picture beside it for each model. A call that runs out of --budget ends
 with checkpoints; the same command goes on from there, and leaves out what is done.
 
-Exit code: 0 all arms are done, 1 one failed, 3 some are left for the next call.
+Exit code: 0 all arms are done, 1 one failed, 2 wrong usage, 3 some are left for the next call.
 """
 
 import argparse

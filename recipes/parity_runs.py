@@ -12,82 +12,18 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-DONE = "done.json"
+from recipes.parity_arms import DONE, Arm
+
 LOG = "log.txt"
 POLL_SECONDS = 0.5
 SAY_SECONDS = 30
 # From the end of the budget: runs that will not make it are asked to save; the last of them are killed; no new ones.
 SAVE_SECONDS, KILL_SECONDS, START_SECONDS = 45, 5, 100
-# The arm "whole": tokenwise in the experts and in the dense layers, small as these are here.
-WHOLE = ("--model.converters=fp8.grouped_experts,fp8.dense", "--fp8.dense.below_break_even=warn")
 _STEP = re.compile(r"step: +(\d+) .*?loss: +([\d.]+|nan|inf)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One run: a model (stem of two twin recipes); bf16, a scale rule or whole; a seed of weights and data order."""
-
-    model: str
-    recipe: str
-    seed: int
-    steps: int
-
-    @property
-    def name(self) -> str:
-        """As in `mixtral_300m tokenwise:1`."""
-        return f"{self.model} {self.recipe}:{self.seed}"
-
-    def home(self, folder: Path) -> Path:
-        """Its dump folder."""
-        return folder / f"{self.model}_{self.recipe}_{self.seed}"
-
-    def command(self, folder: Path, extra: Sequence[str]) -> list[str]:
-        """What a user would type to make this run alone."""
-        bf16, rule = self.recipe == "bf16", [f"--fp8.grouped_experts.recipe={self.recipe}"]
-        return [
-            *("python", "train.py", f"--job.config_file=recipes/{self.model}_{'bf16' if bf16 else 'fp8'}.toml"),
-            *([] if bf16 else WHOLE if self.recipe == "whole" else rule),
-            *(f"--debug.seed={self.seed}", f"--data.shuffle_seed={self.seed}"),
-            f"--job.dump_folder={self.home(folder)}",
-            # Saved when asked to (see recipes/trainer.py) and at the end, never in between.
-            *("--checkpoint.enable", "--checkpoint.interval=1000000", "--metrics.disable_color_printing"),
-            *extra,
-        ]
-
-    def is_done(self, folder: Path) -> bool:
-        """Whether an earlier call finished it."""
-        return (self.home(folder) / DONE).is_file()
-
-
-def parse_arms(models: str, arms: str, extra: Sequence[str]) -> list[Arm]:
-    """`mixtral_300m,llama4_300m` and `bf16:1,tokenwise:1` -> every arm of every model, in this order of arms.
-
-    `extra`: the further arguments of every run, which may change its number of steps.
-
-    Raises:
-        ValueError: a model without twin recipes, or an arm that is not RULE:SEED.
-    """
-    for model in models.split(","):
-        if missing := [p for t in ("bf16", "fp8") if not (p := Path(f"recipes/{model}_{t}.toml")).is_file()]:
-            raise ValueError(f"Model {model!r} has no {missing[0]} (from {Path.cwd()}): give the stem of two twins.")
-    if wrong := [arm for arm in arms.split(",") if not re.fullmatch(r"\w+:\d+", arm)]:
-        raise ValueError(f"Arm {wrong[0]!r} is not RULE:SEED, such as bf16:1 or tokenwise:1.")
-    pairs = [arm.split(":") for arm in arms.split(",")]
-    steps = {model: steps_of(model, extra) for model in models.split(",")}
-    return [Arm(model=m, recipe=rule, seed=int(seed), steps=n) for rule, seed in pairs for m, n in steps.items()]
-
-
-def steps_of(model: str, extra: Sequence[str]) -> int:
-    """Training steps of a model's runs: the recipe's, or what `--training.steps=N` says instead."""
-    given = [arg.split("=", 1)[1] for arg in extra if arg.startswith("--training.steps=")]
-    if given:
-        return int(given[-1])
-    return tomllib.loads(Path(f"recipes/{model}_bf16.toml").read_text())["training"]["steps"]
 
 
 @dataclass(kw_only=True)

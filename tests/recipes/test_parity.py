@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from recipes import parity, readme_tables
+from recipes.compare_verdict import UNKNOWN
 from recipes.parity_arms import DONE, Arm
 from recipes.parity_plot import plot_parity
 from recipes.parity_results import collect, thinned
@@ -121,6 +123,14 @@ def test_verdicts_hold_the_gap_against_the_band_of_bf16(recorded: list[Arm], tmp
     assert tokenwise["verdict"] == "same"
     assert tokenwise["line"] == "m tokenwise:1 - BF16 mean = +0.0400 at step 40, band 0.3000: same (validation loss)"
     assert (delayed["gap"], delayed["verdict"]) == (pytest.approx(0.39, abs=1e-5), "worse")
+
+
+def test_a_nan_is_worse_and_a_run_of_a_few_steps_is_not_judged(recorded: list[Arm], tmp_path: Path) -> None:
+    broken = record(Arm(model="m", recipe="rowwise", seed=1, steps=40), tmp_path, [5.0, math.nan], 1.0)
+    verdict = collect([*recorded[:2], broken], tmp_path)["verdicts"][0]
+    assert verdict["verdict"] == "worse"
+    short = record(Arm(model="m", recipe="blockwise", seed=1, steps=9), tmp_path, [5.0, 4.0], 1.0)
+    assert collect([*recorded[:2], short], tmp_path)["verdicts"][0]["verdict"] == UNKNOWN
 
 
 def test_gradient_norms_are_held_against_the_same_seed(recorded: list[Arm], tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from recipes import parity_runs
-from recipes.parity_runs import Arm, Running, parse_arms, run_arms
+from recipes.parity_arms import Arm, parse_arms
+from recipes.parity_runs import Running, run_arms
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,6 +118,9 @@ def test_arms_are_every_rule_of_every_model_in_the_order_given(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("models", "given", "message"),
     [
+        ("mixtral", "bf16:1,delayd:1", "Arm 'delayd' is of no scale rule: choose one of bf16, tokenwise, .*, whole"),
+        ("mixtral", "bf16:1,bf16:01", "Arm bf16:1 is named twice"),
+        ("mixtral,mixtral", "bf16:1", "Model mixtral is named twice"),
         ("nobody", "bf16:1", r"Model 'nobody' has no recipes/nobody_bf16\.toml"),
         ("mixtral", "bf16", "Arm 'bf16' is not RULE:SEED"),
         ("mixtral", "bf16:one", "Arm 'bf16:one' is not RULE:SEED"),
@@ -126,6 +130,30 @@ def test_wrong_arms_are_refused(models: str, given: str, message: str, monkeypat
     monkeypatch.chdir(ROOT)
     with pytest.raises(ValueError, match=message):
         parse_arms(models, given, [])
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--training.steps=two"], "--training.steps=two must be a whole number, 1 or more"),
+        (["--training.steps=0"], "--training.steps=0 must be a whole number"),
+        (["--training.steps"], "--training.steps= must be a whole number"),
+        (["--debug.seed", "4"], "'--debug.seed' is set for each arm by this command"),
+        (["--job.dump-folder=out"], "'--job.dump-folder=out' is set for each arm"),
+        (["bf16:2"], "'bf16:2' is no option of the runs: give those after --"),
+    ],
+)
+def test_options_that_no_run_or_every_arm_would_take_are_refused(extra, message, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match=message):
+        parse_arms("mixtral", "bf16:1", extra)
+
+
+def test_steps_are_read_however_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of another length than expected would be started again for ever."""
+    monkeypatch.chdir(ROOT)
+    for extra in (["--training.steps", "7"], ["--training.steps=9", "--training.steps=7", "--metrics.log_freq=1"]):
+        assert parse_arms("mixtral", "bf16:1", extra)[0].steps == 7
 
 
 def test_fp8_and_bf16_of_one_seed_differ_in_fp8_alone() -> None:
