@@ -43,7 +43,7 @@ def check_band(reference: Run, others: Sequence[Run], seeds: Sequence[Run]) -> l
         if reference.info is None or seed.info is None:
             notes.append(f"Band run {seed.label}: without both run.json, seed, model and data could not be checked.")
             continue
-        _check_data(reference.info, seed.info)
+        _check_data(reference.info, seed.info, any_order=True)
         _check_other_seed(reference.info, seed.info, seed.label)
     if len(seeds) == 1:
         notes.append("The band is of two runs: a third one would tell more.")
@@ -136,17 +136,25 @@ def _check_model(a: dict[str, Any], b: dict[str, Any]) -> None:
         raise RunError(f"The runs train different models, {a['model']} and {b['model']}: compare runs of one model.")
 
 
-def _check_data(a: dict[str, Any], b: dict[str, Any]) -> None:
+def _check_data(a: dict[str, Any], b: dict[str, Any], any_order: bool = False) -> None:
+    """`any_order`: the training documents may come in another order, as those of another seed do."""
     for part, prefix in (("data", ""), ("validation", "validation ")):
         mine, other = a[part], b[part]
         if mine is None or other is None:
             continue  # only one run was validated: no validation step is common, which is noted
+        if any_order:
+            mine, other = _without_order(mine), _without_order(other)
         for key in sorted(mine.keys() | other.keys()):
             if mine.get(key) != other.get(key):
                 values = f"{mine.get(key)!r} in A and {other.get(key)!r} in B"
                 raise RunError(
                     f"The runs do not match in data: {prefix}{key} is {values}; train both on the same data."
                 )
+
+
+def _without_order(data: dict[str, Any]) -> dict[str, Any]:
+    options = {key: value for key, value in (data.get("options") or {}).items() if key != "shuffle_seed"}
+    return {**data, "options": options}
 
 
 def _other_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -56,6 +56,21 @@ def test_a_run_that_is_being_written_is_compared_up_to_its_last_whole_step(tmp_p
     assert "compared up to step 60." in said(capsys)
 
 
+def test_seeds_of_a_band_may_have_another_order_of_the_data_but_no_other_data(tmp_path):
+    """The BF16 runs of recipes.parity differ in debug.seed and data.shuffle_seed."""
+    with_order = {seed: info(seed) for seed in (1, 2)}
+    for seed, described in with_order.items():
+        for part in filter(None, (described["data"], described["validation"])):
+            part["options"] = {"text_column": "text", "shuffle_seed": seed}
+    bf16, seed2 = run("bf16", info=with_order[1]), run("seed2", loss=shifted(0.01), info=with_order[2])
+    assert compare_all(bf16, [run("fp8", info=with_order[1])], [seed2], Limits()).code == 0
+    with pytest.raises(RunError, match=r"do not match in data: .*shuffle_seed"):
+        compare_all(bf16, [run("fp8", info={**info(1), "data": with_order[2]["data"]})], [], Limits())
+    with_order[2]["data"]["options"]["text_column"] = "body"
+    with pytest.raises(RunError, match=r"do not match in data: .*text_column"):
+        compare_all(bf16, [run("fp8", info=with_order[1])], [seed2], Limits())
+
+
 def test_event_files_without_a_record_are_no_run_yet(tmp_path, capsys):
     bf16 = write(tmp_path / "bf16", range(1, 101))
     (tmp_path / "fp8" / "tb" / "a").mkdir(parents=True)
