@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,6 +26,7 @@ from converters import weight_cache
 from converters.capability import resolve
 from converters.config import FP8GroupedExpertsConfig, Numerics
 from recipes import bench_e2e
+from recipes.arguments import count, number, out_file
 from recipes.bench_cases import CASES, TINY, Case, Inputs, Variant, bf16, forget_weights, make_inputs, ours, parse_shape
 from recipes.bench_cases import torchao as torchao_variant
 from recipes.bench_parts import parts
@@ -164,19 +164,22 @@ def environment(device: torch.device, numerics: Numerics, command: list[str]) ->
     }
 
 
+SECONDS = number("number of seconds", "0 or more", least=0)  # 0: one step
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ", ".join(c.name for c in CASES)
     parser.add_argument("--cases", default=None, help=f"comma separated, of {names}; default: all, on a CPU none")
     parser.add_argument("--shape", action="append", default=[], help="M,D,H,E of one more case; may be repeated")
     parser.add_argument("--parts", action="store_true", help="also the time of each part")
-    parser.add_argument("--rounds", type=int, default=5, help="how often the variants take turns")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of each variant in each round")
+    parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="how often the variants take turns")
+    parser.add_argument("--seconds", type=SECONDS, default=0.2, help="of each variant in each round")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and group sizes")
     parser.add_argument("--wgrad", default="fp8", help="see fp8.grouped_experts.wgrad")
     parser.add_argument("--accumulate", default="fast", help="see fp8.grouped_experts.accumulate")
     parser.add_argument("--e2e", action="store_true", help="whole training steps: the arguments of recipes.bench_e2e")
-    parser.add_argument("--out", "--json", type=Path, default=None, help="also write the results to this JSON file")
+    parser.add_argument("--out", "--json", type=out_file, default=None, help="also write the results to this JSON file")
     return parser
 
 

@@ -15,7 +15,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -31,7 +30,8 @@ from converters.capability import resolve
 from converters.dense_config import FP8DenseConfig
 from converters.fp8_dense import convert_dense
 from parallel.wrapped_weight import plain
-from recipes.bench import elapsed_ms, environment
+from recipes.arguments import count, out_file
+from recipes.bench import SECONDS, elapsed_ms, environment
 
 MS = ("bf16", "torchao", "cold", "warm")
 
@@ -169,12 +169,14 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (sys.argv when None)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", action="store_true", help="many sizes, for the table of what is too small")
-    parser.add_argument("--rounds", type=int, default=5, help="how often the variants take turns")
-    parser.add_argument("--seconds", type=float, default=0.1, help="of each variant in each round")
-    parser.add_argument("--out", type=Path, default=None, help="also write the results to this JSON file")
+    parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="how often the variants take turns")
+    parser.add_argument("--seconds", type=SECONDS, default=0.1, help="of each variant in each round")
+    parser.add_argument("--out", type=out_file, default=None, help="also write the results to this JSON file")
     command = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(command)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.sizes and device.type != "cuda":
+        parser.error("--sizes is for a GPU, and there is none: leave it out to run the tiny shapes of a CPU.")
     cases = (SIZES if args.sizes else SCOUT) if device.type == "cuda" else TINY
     numerics = resolve(FP8DenseConfig())
     data = {"environment": environment(device, numerics, command), "cases": []}
@@ -183,6 +185,8 @@ def main(argv: list[str] | None = None) -> int:
         with_torchao = not args.sizes and device.type == "cuda"
         data["cases"].append(measure(case, device, with_torchao, args.rounds, args.seconds))
     Console(width=None if sys.stdout.isatty() else 150).print(table(data))
+    if device.type != "cuda":
+        print("Without a GPU: tiny shapes, no torchao. The times say nothing of the speed on a GPU.")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

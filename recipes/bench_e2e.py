@@ -7,6 +7,7 @@ time and its bytes went. Every run is the command a user would type; its own arg
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from recipes.arguments import count, out_file
 from recipes.run_info import versions
 from recipes.runs import read_run
 from recipes.trace import read_trace
@@ -84,6 +86,12 @@ def jobs(recipes: list[str], layouts: list[str], ngpu: int, folder: Path, extra:
     return out
 
 
+def _environment() -> dict[str, str]:
+    """This process's, in which `torchrun` is this Python's, activated or not."""
+    path = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    return os.environ | {"PATH": os.pathsep.join(path)}
+
+
 def measure(job: Job, timeout: int) -> dict:
     """Runs one job and reads what it left. A failed run is reported, not hidden."""
     result = {k: getattr(job, k) for k in ("name", "recipe", "layout", "precision")}
@@ -91,7 +99,8 @@ def measure(job: Job, timeout: int) -> dict:
     job.folder.mkdir(parents=True, exist_ok=True)
     with open(job.folder / "log.txt", "w") as log:
         try:
-            code = subprocess.run(job.command, stdout=log, stderr=subprocess.STDOUT, timeout=timeout).returncode
+            options = {"stdout": log, "stderr": subprocess.STDOUT, "timeout": timeout, "env": _environment()}
+            code = subprocess.run(job.command, **options).returncode
         except subprocess.TimeoutExpired:
             code = f"no end within {timeout} s"
     if code:
@@ -140,25 +149,35 @@ def show(results: list[dict]) -> None:
     Console(width=150).print(table)
 
 
+def _missing_twins(recipes: list[str]) -> list[str]:
+    files = [f"{recipe.partition(':')[0]}_{twin}.toml" for recipe in recipes for twin in ("bf16", "fp8")]
+    return [file for file in files if not Path(file).is_file()]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (sys.argv when None); returns 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", action="append", help=f"stem of two twins, or stem:flavor; default {DEFAULT}")
     parser.add_argument("--layouts", default=None, help=f"comma separated, of {', '.join(LAYOUTS)}")
-    parser.add_argument("--ngpu", type=int, default=max(1, torch.cuda.device_count()))
-    parser.add_argument("--out", type=Path, default=Path("outputs/bench_e2e/e2e.json"))
-    parser.add_argument("--timeout", type=int, default=240, help="seconds a run may take")
+    parser.add_argument("--ngpu", type=count("is no number of GPUs"), default=max(1, torch.cuda.device_count()))
+    parser.add_argument("--out", type=out_file, default=Path("outputs/bench_e2e/e2e.json"))
+    parser.add_argument("--timeout", type=count("is no number of seconds"), default=240, help="seconds a run may take")
     parser.add_argument("extra", nargs="*", help="after --: more arguments for every run")
     command = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(command)
-    if torch.cuda.device_count() < args.ngpu:
-        parser.error(f"--ngpu {args.ngpu}: this machine has {torch.cuda.device_count()} GPUs.")
+    gpus, recipes = torch.cuda.device_count(), args.recipe or [DEFAULT]
+    if not gpus:
+        parser.error("whole steps are timed on GPUs, and there is none: on a CPU there is `python -m recipes.bench`.")
+    if gpus < args.ngpu:
+        parser.error(f"--ngpu {args.ngpu}: this machine has {gpus}: give {gpus} or less.")
+    if missing := _missing_twins(recipes):
+        parser.error(f"--recipe: there is no {missing[0]}: give the stem of two twins, such as {DEFAULT}.")
     layouts = args.layouts.split(",") if args.layouts else ["single"] if args.ngpu == 1 else ["fsdp", "fsdp_ep"]
     if unknown := set(layouts) - set(LAYOUTS):
         parser.error(f"--layouts {', '.join(sorted(unknown))}: choose of {', '.join(LAYOUTS)}")
     results = []
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for job in jobs(args.recipe or [DEFAULT], layouts, args.ngpu, args.out.parent / "runs", args.extra):
+    for job in jobs(recipes, layouts, args.ngpu, args.out.parent / "runs", args.extra):
         results.append(measure(job, args.timeout))
         data = {"environment": environment(args.ngpu, command), "runs": results}
         args.out.write_text(json.dumps(data, indent=2) + "\n")

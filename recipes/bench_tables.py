@@ -45,6 +45,9 @@ def show(data: dict[str, Any], console: Console) -> None:
     console.print(
         f"{environment['gpu']}, {environment['date']}, {versions}, {environment['numerics']}", highlight=False
     )
+    for c in data["cases"]:
+        if error := c.get("torchao_error"):
+            console.print(f"{c['case']}: torchao fails: {error}", markup=False, highlight=False, soft_wrap=True)
     console.print("SQNR: output, dx, dW13, dW2. Memory: over inputs and weights, quantized weights included.")
 
 

@@ -1,6 +1,7 @@
 """recipes.bench on the reference backend: what it measures, not how fast."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from converters import weight_cache
 from converters.config import Numerics
+from recipes import bench, bench_dense
 from recipes.bench import _parser, chosen, main, results, sqnr_db
 from recipes.bench_cases import CASES, TINY, Case, bf16, group_ends, make_inputs, ours, parse_shape
 
@@ -31,12 +33,36 @@ def test_tiny_run_writes_what_the_readme_table_and_break_even_read(
     printed = capsys.readouterr().out
     assert "48,32,64,3" in printed
     assert "columns of dy, x" in printed
+    assert ("48,32,64,3: torchao fails: " in printed) == ("torchao_error" in case)
 
 
 def test_without_a_gpu_only_the_tiny_case_runs_by_itself() -> None:
     assert chosen(_parser().parse_args([]), cuda=False) == [TINY]
     assert chosen(_parser().parse_args([]), cuda=True) == CASES
     assert [c.name for c in chosen(_parser().parse_args(["--cases", "small,scout"]), cuda=False)] == ["small", "scout"]
+
+
+@pytest.mark.parametrize("make", [bench.main, bench_dense.main], ids=["experts", "dense"])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--rounds", "0"], "--rounds: 0 is no number of rounds: give a whole number, 1 or more"),
+        (["--seconds", "-1"], "--seconds: -1 is no number of seconds: give 0 or more"),
+        (["--out", "recipes"], "recipes is a folder: give the name of a file in it"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_timed_or_written_is_refused_first(
+    args: list[str],
+    message: str,
+    make: Callable[[list[str]], int],
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(SystemExit, match="2"):
+        make(args)
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_unknown_case_and_bad_shape_are_refused(capsys: pytest.CaptureFixture) -> None:

@@ -41,7 +41,18 @@ def test_the_tool_runs_and_its_file_is_read(tmp_path: Path, capsys: pytest.Captu
         ("linear", 64, 64, 128),
         ("linear", 64, 64, 64),
     ]
-    assert "ours, cold" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "ours, cold" in printed
+    assert "Without a GPU: tiny shapes, no torchao" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs the sizes for a GPU")
+def test_sizes_are_not_measured_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """What they are for decides which layers of a GPU run stay in BF16."""
+    with pytest.raises(SystemExit, match="2"):
+        bench_dense.main(["--sizes", "--out", str(tmp_path / "dense_h200.json")])
+    assert "--sizes is for a GPU, and there is none" in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
 
 
 def test_cold_quantizes_again_and_warm_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from recipes.bench_e2e import jobs, main, show
+from recipes.bench_e2e import Job, jobs, main, measure, show
 from recipes.trace import kind_of, read_trace, short_name, step_kernels
 
 
@@ -115,8 +116,34 @@ def test_a_failed_run_shows_in_the_table(capsys: pytest.CaptureFixture) -> None:
     assert "exit 1" in capsys.readouterr().out
 
 
-def test_a_machine_without_the_gpus_is_refused(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_e2e", "--ngpu", "99"])
+@pytest.mark.parametrize(
+    ("gpus", "args", "message"),
+    [
+        (0, [], "timed on GPUs, and there is none: on a CPU there is `python -m recipes.bench`"),
+        (0, ["--ngpu", "0"], "--ngpu: 0 is no number of GPUs: give a whole number, 1 or more"),
+        (2, ["--ngpu", "99"], "--ngpu 99: this machine has 2: give 2 or less"),
+        (1, ["--timeout", "0"], "--timeout: 0 is no number of seconds"),
+        (1, ["--recipe", "recipes/lama4"], "there is no recipes/lama4_bf16.toml: give the stem of two twins"),
+        (1, ["--layouts", "fsdpp"], "--layouts fsdpp: choose of single, fsdp, fsdp_ep"),
+        (1, ["--out", "recipes"], "--out: recipes is a folder"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_measured_is_refused(
+    gpus: int, args: list[str], message: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(sys, "argv", ["bench_e2e", *args])
+    monkeypatch.chdir(Path(__file__).parents[2])
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert "--ngpu 99: this machine has" in capsys.readouterr().err
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_torchrun_is_this_pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual environment need not be activated."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = ("torchrun", "--no-such-option")
+    job = Job(name="usage", recipe="r", layout="single", precision="bf16", command=command, folder=tmp_path / "run")
+    assert measure(job, 100)["error"] == "exit 2"
+    assert "--nproc" in (tmp_path / "run" / "log.txt").read_text()
