@@ -173,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", default=None, help=f"comma separated, of {names}; default: all, on a CPU none")
     parser.add_argument("--shape", action="append", default=[], help="M,D,H,E of one more case; may be repeated")
     parser.add_argument("--parts", action="store_true", help="also the time of each part")
-    parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="how often the variants take turns")
+    parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="turns of all variants")
     parser.add_argument("--seconds", type=SECONDS, default=0.2, help="of each variant in each round")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and group sizes")
     parser.add_argument("--wgrad", default="fp8", help="see fp8.grouped_experts.wgrad")

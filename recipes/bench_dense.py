@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (sys.argv when None)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", action="store_true", help="many sizes, for the table of what is too small")
-    parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="how often the variants take turns")
+    parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="turns of all variants")
     parser.add_argument("--seconds", type=SECONDS, default=0.1, help="of each variant in each round")
     parser.add_argument("--out", type=out_file, default=None, help="also write the results to this JSON file")
     command = sys.argv[1:] if argv is None else argv
