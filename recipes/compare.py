@@ -22,7 +22,7 @@ from recipes.arguments import count, number, out_file, out_folder
 from recipes.compare_numbers import Limits, Report, compare_all
 from recipes.compare_outputs import Outputs, write_outputs
 from recipes.compare_tables import print_report
-from recipes.runs import RunError, read_run
+from recipes.runs import MismatchError, RunError, read_run
 
 # Wide enough for all columns side by side where the output is no terminal (a file, a CI log).
 FILE_WIDTH = 128
@@ -44,13 +44,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _render(args: argparse.Namespace, console: Console) -> tuple[int, bool]:
-    """Reads, compares, prints and writes once: the exit code, and whether every run has come to its end."""
+    """Reads, compares, prints and writes once: the exit code, and whether a later look would be in vain."""
     try:
         report = _compare(args)
         written = write_outputs(report, _outputs(args), reload_seconds=args.watch)
     except (RunError, OSError) as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        return 2, False
+        return 2, isinstance(error, MismatchError)
     print_report(report, console)
     for name, path in written.items():
         console.print(f"{name}: {path}", markup=False, highlight=False, soft_wrap=True)

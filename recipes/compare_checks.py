@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recipes.run_info import config_differences
-from recipes.runs import NAMES, TAGS, Run, RunError
+from recipes.runs import NAMES, TAGS, MismatchError, Run, RunError
 
 # What an FP8 run and its BF16 twin differ in.
 _EXPECTED_DIFFERENCES = ("model.converters", "fp8.")
@@ -52,26 +52,28 @@ def check_band(reference: Run, others: Sequence[Run], seeds: Sequence[Run]) -> l
 
 def _check_folders(a: Run, b: Run, names: str) -> None:
     if a.folder.resolve() == b.folder.resolve():
-        raise RunError(f"{names} are the same folder, {a.folder}: name two runs.")
+        raise MismatchError(f"{names} are the same folder, {a.folder}: name two runs.")
 
 
 def _check_finite(seed: Run) -> None:
     for metric in ("loss", "val_loss", "test_loss"):
         bad = [step for step, value in seed.series(TAGS[metric]).items() if not math.isfinite(value)]
         if bad:
-            raise RunError(f"The band run {seed.label} broke at step {bad[0]} ({NAMES[metric]}): leave it out.")
+            raise MismatchError(f"The band run {seed.label} broke at step {bad[0]} ({NAMES[metric]}): leave it out.")
 
 
 def _check_other_seed(reference: dict[str, Any], seed: dict[str, Any], label: str) -> None:
     """Another layout with the same seed makes a band too; the same run again only shows what is not deterministic."""
     _check_model(reference, seed)
     if reference["converters"] != seed["converters"]:
-        raise RunError(
+        raise MismatchError(
             f"The band run {label} has converters {seed['converters']} and RUN_A {reference['converters']}: "
             "a band is of runs in the precision of RUN_A."
         )
     if not config_differences(reference["config"], seed["config"]) and reference["world_size"] == seed["world_size"]:
-        raise RunError(f"The band run {label} repeats RUN_A, seed {seed['seed']}: train it with another debug.seed.")
+        raise MismatchError(
+            f"The band run {label} repeats RUN_A, seed {seed['seed']}: train it with another debug.seed."
+        )
 
 
 def _last_common_step(a: Run, b: Run) -> int:
@@ -125,36 +127,42 @@ def _validation_steps(a: Run, b: Run, last: int) -> list[str]:
 def _check_start(a: dict[str, Any], b: dict[str, Any]) -> None:
     if a["seed"] != b["seed"]:
         seeds = f"{a['seed']} and {b['seed']}"
-        raise RunError(f"The runs do not match in seed: {seeds}; train both with the same debug.seed.")
+        raise MismatchError(f"The runs do not match in seed: {seeds}; train both with the same debug.seed.")
     if a["seed"] is None:
-        raise RunError("Neither run set debug.seed, so they began with different weights: train both with one seed.")
+        raise MismatchError(
+            "Neither run set debug.seed, so they began with different weights: train both with one seed."
+        )
     _check_model(a, b)
 
 
 def _check_model(a: dict[str, Any], b: dict[str, Any]) -> None:
     if a["model"] != b["model"]:
-        raise RunError(f"The runs train different models, {a['model']} and {b['model']}: compare runs of one model.")
+        raise MismatchError(
+            f"The runs train different models, {a['model']} and {b['model']}: compare runs of one model."
+        )
 
 
 def _check_data(a: dict[str, Any], b: dict[str, Any], any_order: bool = False) -> None:
     """`any_order`: the training documents may come in another order, as those of another seed do."""
     for part, prefix in (("data", ""), ("validation", "validation ")):
-        mine, other = a[part], b[part]
-        if mine is None or other is None:
+        if a[part] is None or b[part] is None:
             continue  # only one run was validated: no validation step is common, which is noted
-        if any_order:
-            mine, other = _without_order(mine), _without_order(other)
+        mine, other = _flat(a[part], any_order), _flat(b[part], any_order)
         for key in sorted(mine.keys() | other.keys()):
-            if mine.get(key) != other.get(key):
+            # An option that is off is as one that an older version did not have.
+            if (mine.get(key) or None) != (other.get(key) or None):
                 values = f"{mine.get(key)!r} in A and {other.get(key)!r} in B"
-                raise RunError(
+                raise MismatchError(
                     f"The runs do not match in data: {prefix}{key} is {values}; train both on the same data."
                 )
 
 
-def _without_order(data: dict[str, Any]) -> dict[str, Any]:
-    options = {key: value for key, value in (data.get("options") or {}).items() if key != "shuffle_seed"}
-    return {**data, "options": options}
+def _flat(data: dict[str, Any], any_order: bool) -> dict[str, Any]:
+    """With each option of [data] by its name."""
+    options = {f"[data] {key}": value for key, value in (data.get("options") or {}).items()}
+    if any_order:
+        options.pop("[data] shuffle_seed", None)
+    return {key: value for key, value in data.items() if key != "options"} | options
 
 
 def _other_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

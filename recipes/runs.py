@@ -44,6 +44,10 @@ class RunError(ValueError):
     """A folder that cannot be read as a run, or two runs that cannot be compared."""
 
 
+class MismatchError(RunError):
+    """Two runs that will not be comparable at a later step either."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One run. `info` is the content of run.json, None for a run of stock torchtitan, which writes none."""

@@ -71,6 +71,29 @@ def test_seeds_of_a_band_may_have_another_order_of_the_data_but_no_other_data(tm
         compare_all(bf16, [run("fp8", info=with_order[1])], [seed2], Limits())
 
 
+def test_an_option_that_an_older_version_did_not_have_is_as_one_that_is_off(tmp_path):
+    old, new, on = info(), info(converters=FP8), info(converters=FP8)
+    for described, options in ((old, {}), (new, {"piece_chars": 0}), (on, {"piece_chars": 9})):
+        described["data"]["options"] = {"shuffle_seed": 0, **options}
+    assert compare_all(run("bf16", info=old), [run("fp8", info=new)], [], Limits()).code == 0
+    with pytest.raises(RunError, match=r"data: \[data\] piece_chars is None in A and 9 in B; train both"):
+        compare_all(run("bf16", info=old), [run("fp8", info=on)], [], Limits())
+
+
+def test_watching_ends_where_waiting_is_in_vain(tmp_path, monkeypatch, capsys):
+    bf16 = write(tmp_path / "bf16", range(1, 101), described=info())
+    other = write(tmp_path / "other", range(1, 101), described=info(seed=2))
+
+    def wait(seconds: float) -> None:
+        raise KeyboardInterrupt  # or the test would wait too
+
+    monkeypatch.setattr("recipes.compare.time.sleep", wait)
+    assert compare(bf16, other, "--watch", "5") == 2
+    assert "Stopped watching." not in said(capsys)
+    assert compare(bf16, tmp_path / "to come", "--watch", "5") == 2
+    assert "Stopped watching." in said(capsys)
+
+
 def test_event_files_without_a_record_are_no_run_yet(tmp_path, capsys):
     bf16 = write(tmp_path / "bf16", range(1, 101))
     (tmp_path / "fp8" / "tb" / "a").mkdir(parents=True)
