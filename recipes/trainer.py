@@ -14,6 +14,7 @@ from torchtitan.train import Trainer as TorchTitanTrainer
 
 from converters.registry import check_names
 from converters.unread_sections import check_sections
+from recipes.resuming import check_resumable
 
 
 class Trainer(TorchTitanTrainer):
@@ -33,7 +34,12 @@ class Trainer(TorchTitanTrainer):
         super().__init__(job_config)
 
     def train(self) -> None:
-        """Trains until the last step, or until the first one that ends after a SIGTERM."""
+        """Trains until the last step, or until the first one that ends after a SIGTERM.
+
+        Raises:
+            ValueError: it cannot go on from the checkpoint that it finds.
+        """
+        check_resumable(self.checkpointer, self.job_config, self.parallel_dims)
         if not (self.checkpointer.enable and self.parallel_dims.world_size == 1):
             super().train()
             return
