@@ -1,6 +1,7 @@
 """The tables that a run prints: what was converted, before the first step, and what came of it, at the end."""
 
 import math
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -166,10 +167,11 @@ def end_table(summary: RunSummary) -> Table:
     memory = summary.peak_memory_gib
     table.add_row("peak memory a device", "n/a" if memory is None else f"{memory:.2f} GiB")
     table.add_row("MFU", summary.mfu)
-    table.add_row("run", summary.folder)
-    table.add_row("curves", f"tensorboard --logdir {summary.tensorboard}")
-    pair = f"BF16_RUN {summary.folder}" if summary.converters else f"{summary.folder} FP8_RUN"
-    table.add_row("compare", f"python -m recipes.compare {pair}")
+    table.add_row("run", Text(str(summary.folder)))
+    table.add_row("curves", Text(f"tensorboard --logdir {shlex.quote(str(summary.tensorboard))}"))
+    folder = shlex.quote(str(summary.folder))
+    pair = f"BF16_RUN {folder}" if summary.converters else f"{folder} FP8_RUN"
+    table.add_row("compare", Text(f"python -m recipes.compare {pair}"))
     return table
 
 

@@ -1,6 +1,7 @@
 """The table of what a run has measured, at its end: a line an operand and a GEMM, with the module that fared worst."""
 
 import math
+import shlex
 import statistics
 from dataclasses import dataclass, field
 
@@ -62,7 +63,8 @@ def _badness(figure: str, value: float) -> float | None:
 def telemetry_table(seen: TelemetrySummary, folder: str) -> Group:
     """Everything that fits on a screen; the rest is in TensorBoard."""
     first, last = seen.steps[0], seen.steps[-1]
-    title = f"FP8 telemetry of {len(seen.steps)} steps, {first} to {last}"
+    when = f"{len(seen.steps)} steps, {first} to {last}" if seen.steps[1:] else f"step {first}"
+    title = f"FP8 telemetry of {when}"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), header_style="bold")
     table.add_column("operand, GEMM", no_wrap=True)
     for heading in ("SQNR, last", "lowest", "flushed, most", "saturated, most"):
@@ -72,7 +74,7 @@ def telemetry_table(seen: TelemetrySummary, folder: str) -> Group:
         if any(k == key for k, _ in seen.worst):
             table.add_row(f"{key}  {what}", *_cells(seen, key))
     lines = [Text(line) for line in (_gradients(seen), _loads(seen)) if line]
-    hint = Text(f"why, and what to do: python -m recipes.diagnose {folder}")
+    hint = Text(f"why, and what to do: python -m recipes.diagnose {shlex.quote(folder)}")
     return Group(*([table] if seen.worst else []), *lines, hint)
 
 
