@@ -1,6 +1,7 @@
 """Which keys of `[fp8]` does a run set and never read?  Said at start: a recipe with them looks like one in FP8."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -40,3 +41,14 @@ def check_sections(job_config: JobConfig) -> None:
         if name == "token_path" and fp8.token_path.fused == "on":
             raise ValueError(problem)
         logger.warning(problem)
+    if (keys := _changed(fp8.delayed)) and not _delays(fp8, converters):
+        logger.warning(
+            f"[fp8.delayed] {keys} is read with recipe = 'delayed' only, which no converter of this run has: set it in "
+            "[fp8.grouped_experts] or [fp8.dense], or drop what [fp8.delayed] sets."
+        )
+
+
+def _delays(fp8: Any, converters: Sequence[str]) -> bool:
+    """Whether a converter of the run has delayed scales."""
+    ruled = {READERS[name]: getattr(fp8, name).recipe for name in ("grouped_experts", "dense")}
+    return any(ruled.get(name) == "delayed" for name in converters)

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from converters.config import FP8Config, FP8GroupedExpertsConfig
+from converters.delayed_config import DelayedConfig
 from converters.dense_config import FP8DenseConfig
 from converters.token_config import TokenPathConfig
 from converters.unread_sections import check_sections
@@ -40,6 +41,22 @@ def test_a_token_path_that_must_be_fused_needs_its_converter(converters: list[st
     job_config.fp8 = FP8Config(token_path=TokenPathConfig(fused="on"))
     with pytest.raises(ValueError, match=r"fused = 'on' is read by the converter 'fp8.grouped_experts' only.*add it"):
         check_sections(job_config)
+
+
+@pytest.mark.parametrize("reader", [EXPERTS, DENSE])
+def test_options_of_delayed_scales_without_delayed_scales_are_named(reader: str, caplog) -> None:
+    delayed = DelayedConfig(margin=2)
+    experts, dense = FP8GroupedExpertsConfig(recipe="delayed"), FP8DenseConfig(recipe="delayed")
+    section = {"grouped_experts": experts} if reader == EXPERTS else {"dense": dense}
+    job_config = job(reader)
+    for fp8, said in ((FP8Config(delayed=delayed), 1), (FP8Config(delayed=delayed, **section), 0)):
+        job_config.fp8 = fp8
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            check_sections(job_config)
+        assert [r.getMessage().startswith("[fp8.delayed] margin = 2 is read with") for r in caplog.records] == [
+            True
+        ] * said
 
 
 def test_defaults_are_no_choice(caplog: pytest.LogCaptureFixture) -> None:
