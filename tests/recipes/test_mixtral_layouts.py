@@ -14,6 +14,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
 from parallel.parallelize import let_expert_parallelism_stand_alone
+from parallel.pipeline import splits_backward
 from recipes.models import mixtral
 from recipes.models.mixtral.args import MixtralModelArgs, mixtral_moe
 from recipes.models.mixtral.balance import Balance, balance_loss, balanced_moes
@@ -151,7 +152,8 @@ def test_gradients_are_the_same_on_two_ranks() -> None:
     let_expert_parallelism_stand_alone()
     halves_of_a_sequence_count_together()
     expected = plain_gradients()
-    errors = {name: worst(expected, gradients(layout)) for name, layout in LAYOUTS.items()}
+    layouts = {name: layout for name, layout in LAYOUTS.items() if splits_backward() or name != "pp_zero_bubble"}
+    errors = {name: worst(expected, gradients(layout)) for name, layout in layouts.items()}
     assert max(errors.values()) < 1e-5, errors
 
 
