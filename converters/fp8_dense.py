@@ -16,18 +16,19 @@ from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
-from converters.capability import resolve, torchao_problem
+from converters.capability import resolve
+from converters.converter import FP8Converter, warn_slow
 from converters.delayed_config import DelayedConfig
 from converters.dense_break_even import RESULTS, DenseWork, dense_work, load_measured, too_small
 from converters.dense_config import FP8DenseConfig
 from converters.dense_forwards import attention_forward, linear_forward, swiglu_forward
 from converters.dense_ruled import convert_ruled
 from converters.dense_selection import Unit, select
-from converters.gathered_weight import JOINED, quantize_changed_shards
-from converters.layout import check_delayed
+from converters.gathered_weight import JOINED
+from converters.layout import check_delayed, check_offload
 from converters.linear_weight import FP8LinearWeight
 from converters.numerics import Numerics
-from converters.rules.attach import connect, end_step
+from converters.rules.attach import connect
 from converters.selection import ALIGNMENT, ConversionReport, ConvertedWeight, SkippedModule
 from parallel.checkpoint import wrap_parameters
 
@@ -92,11 +93,7 @@ def _too_small(units: list[Unit], config: FP8DenseConfig, work: DenseWork) -> li
     if not measured:
         logger.warning("%s: no layer is judged by its size, since %s is missing.", NAME, RESULTS)
     slow = too_small(units, work, measured, config.cache)
-    for reason in dict.fromkeys(slow.values()):
-        names = [fqn for fqn, why in slow.items() if why == reason]
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        remedy = "kept in BF16" if keep else "train with more tokens at a time, or set below_break_even = 'bf16'"
-        logger.warning("%s: %s%s: %s (%s): %s.", NAME, names[0], more, reason, RESULTS.name, remedy)
+    warn_slow(NAME, slow, ": ", keep, RESULTS)
     layers = {unit.fqn: unit.layers for unit in units}
     return [SkippedModule(name, f"too small: {why}") for fqn, why in slow.items() if keep for name in layers[fqn]]
 
@@ -160,32 +157,14 @@ def check_layout(units: list[Unit], config: FP8DenseConfig, job_config: JobConfi
                 f"{dim} into parts of {shape[dim] / dims.tp:g}: FP8 GEMMs need multiples of {ALIGNMENT}. Choose a "
                 "degree that leaves them, or leave this layer out with [fp8.dense] exclude."
             )
-    if config.fsdp_fp8_all_gather == "on" and job_config.training.enable_cpu_offload:
-        raise ValueError(
-            "[fp8.dense] fsdp_fp8_all_gather = 'on' does not go with training.enable_cpu_offload = true: FSDP2 gathers "
-            "copies of offloaded shards, made anew each time. Set fsdp_fp8_all_gather = 'auto'."
-        )
+    check_offload(NAME, config.fsdp_fp8_all_gather, job_config)
 
 
-class FP8DenseConverter:
+class FP8DenseConverter(FP8Converter):
     """Shared experts, dense FFN layers and attention projections in FP8, scales by `[fp8.dense]`."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-        if problem := self.unavailable_reason():
-            raise ValueError(problem)
-        if not hasattr(job_config, "fp8"):
-            raise ValueError(
-                f"{NAME} reads the job-config section [fp8], which this run does not have: add "
-                "--job.custom_config_module=recipes.job_config (or job.custom_config_module in the TOML)."
-            )
-        self.config: FP8DenseConfig = job_config.fp8.dense
-        self.delayed: DelayedConfig = job_config.fp8.delayed
-        self.job_config, self.parallel_dims = job_config, parallel_dims
-
-    @staticmethod
-    def unavailable_reason() -> str | None:
-        """Why this machine cannot run the converter, in one sentence, or None."""
-        return torchao_problem()
+    name = NAME
+    config: FP8DenseConfig
 
     def convert(self, model: nn.Module) -> None:
         """Converts `model` in place. Called on the meta device, before any parallelism."""
@@ -194,12 +173,3 @@ class FP8DenseConverter:
         check_delayed(self.config.recipe, self.job_config, self.parallel_dims)
         logger.info(convert_dense(model, self.config, work, self.delayed).summary())
         connect(model, self.parallel_dims)
-
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Quantizes the FSDP2 shards for the next step: one all-reduce of the maxima of all FP8 weights.
-
-        Delayed scales: a step is over.
-        """
-        parts = model if isinstance(model, list) else [model]
-        quantize_changed_shards(parts)
-        end_step(parts)

@@ -18,19 +18,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts
 
 from converters.break_even import RESULTS, Workload, below_break_even, load_measured, workload
-from converters.capability import dispatches_fp8, resolve, torchao_problem
+from converters.capability import dispatches_fp8, resolve
 from converters.config import FP8GroupedExpertsConfig, Numerics
+from converters.converter import FP8Converter, warn_slow
 from converters.delayed_config import DelayedConfig
 from converters.expert_weight import FP8ExpertWeight
 from converters.experts_forward import fp8_experts_forward, is_one_op, takes_our_forward
-from converters.gathered_weight import quantize_changed_shards
 from converters.layout import check_delayed, check_layout
-from converters.rules.attach import connect, end_step, give_state
+from converters.rules.attach import connect, give_state
 from converters.selection import (
     ConversionReport,
     ConvertedWeight,
@@ -113,11 +111,7 @@ def _too_slow(
     if keep and not measured:
         logger.warning("%s: below_break_even = 'bf16' keeps nothing in BF16, since %s is missing.", NAME, RESULTS)
     slow = below_break_even(model, chosen, work, measured, config.cache)
-    for reason in dict.fromkeys(slow.values()):
-        names = [fqn for fqn, why in slow.items() if why == reason]
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        remedy = "kept in BF16" if keep else "train with more tokens at a time, or set below_break_even = 'bf16'"
-        logger.warning("%s: %s%s will get %s (%s): %s.", NAME, names[0], more, reason, RESULTS.name, remedy)
+    warn_slow(NAME, slow, " will get ", keep, RESULTS)
     return [SkippedModule(fqn, f"below break-even: {why}") for fqn, why in slow.items() if keep]
 
 
@@ -165,25 +159,11 @@ def convert(
     return report
 
 
-class FP8GroupedExpertsConverter:
+class FP8GroupedExpertsConverter(FP8Converter):
     """Routed experts in FP8: one op for the SwiGLU MLP, grouped GEMMs, scales by `[fp8.grouped_experts]`."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-        if problem := self.unavailable_reason():
-            raise ValueError(problem)
-        if not hasattr(job_config, "fp8"):
-            raise ValueError(
-                f"{NAME} reads the job-config section [fp8], which this run does not have: add "
-                "--job.custom_config_module=recipes.job_config (or job.custom_config_module in the TOML)."
-            )
-        self.config: FP8GroupedExpertsConfig = job_config.fp8.grouped_experts
-        self.delayed: DelayedConfig = job_config.fp8.delayed
-        self.job_config, self.parallel_dims = job_config, parallel_dims
-
-    @staticmethod
-    def unavailable_reason() -> str | None:
-        """Why this machine cannot run the converter, in one sentence, or None."""
-        return torchao_problem()
+    name = NAME
+    config: FP8GroupedExpertsConfig
 
     def convert(self, model: nn.Module) -> None:
         """Converts `model` in place. Called on the meta device, before any parallelism."""
@@ -194,14 +174,6 @@ class FP8GroupedExpertsConverter:
         fuse = token_path_of(self.job_config, self.parallel_dims, dispatches)
         logger.info(convert(model, self.config, work, fuse, self.delayed).summary())
         connect(model, self.parallel_dims)
-
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Quantizes the FSDP2 shards for the next step: one all-reduce of the maxima of all experts. Ends a step of
-        delayed scaling.
-        """
-        parts = model if isinstance(model, list) else [model]
-        quantize_changed_shards(parts)
-        end_step(parts)
 
 
 @register_quantize_module_handler(FP8GroupedExpertsConfig)

@@ -8,6 +8,7 @@ from torchtitan.distributed import ParallelDims
 
 from converters.config import FP8GroupedExpertsConfig
 from converters.selection import ALIGNMENT, stacked_weights
+from parallel.pipeline import is_zero_bubble
 
 
 def check_layout(
@@ -31,11 +32,7 @@ def check_layout(
                     f"of {shape[dim] / ranks:g}: FP8 GEMMs need multiples of {ALIGNMENT}. Choose a degree that leaves "
                     "them, or leave this module out with [fp8.grouped_experts] fqns."
                 )
-    if config.fsdp_fp8_all_gather == "on" and job_config.training.enable_cpu_offload:
-        raise ValueError(
-            "[fp8.grouped_experts] fsdp_fp8_all_gather = 'on' does not go with training.enable_cpu_offload = true: "
-            "FSDP2 gathers copies of offloaded shards, made anew each time. Set fsdp_fp8_all_gather = 'auto'."
-        )
+    check_offload("fp8.grouped_experts", config.fsdp_fp8_all_gather, job_config)
     comm = job_config.parallelism.expert_parallel_comm_backend
     if config.ep_fp8_dispatch == "on" and dims.ep > 1 and comm != "standard":
         raise ValueError(
@@ -45,7 +42,17 @@ def check_layout(
         )
 
 
-TWICE = ("zero", "zbv", "dualpipe")  # schedules that run backward once for the inputs and once for the weights
+def check_offload(section: str, fp8_all_gather: str, job_config: JobConfig) -> None:
+    """Refuses an FP8 all-gather that was asked for by name with CPU offload.
+
+    Raises:
+        ValueError: both are on.
+    """
+    if fp8_all_gather == "on" and job_config.training.enable_cpu_offload:
+        raise ValueError(
+            f"[{section}] fsdp_fp8_all_gather = 'on' does not go with training.enable_cpu_offload = true: FSDP2 "
+            "gathers copies of offloaded shards, made anew each time. Set fsdp_fp8_all_gather = 'auto'."
+        )
 
 
 def check_delayed(recipe: str, job_config: JobConfig, dims: ParallelDims) -> None:
@@ -63,7 +70,7 @@ def check_delayed(recipe: str, job_config: JobConfig, dims: ParallelDims) -> Non
             "would find the scales of a later micro-batch: set activation_checkpoint.mode = 'none', or use another "
             "recipe."
         )
-    if any(name in schedule.lower() for name in TWICE):
+    if is_zero_bubble(schedule):
         raise ValueError(
             f"recipe = 'delayed' does not go with parallelism.pipeline_parallel_schedule = {schedule!r}, whose "
             "backward has two parts, each with other scales: choose '1F1B' or 'Interleaved1F1B', or use another recipe."

@@ -5,7 +5,8 @@ import torch
 from torchtitan.config import JobConfig
 
 from parallel import pipeline
-from parallel.pipeline import ZERO_BUBBLE
+
+ZERO_BUBBLE = ("InterleavedZeroBubble", "interleavedzerobubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def job_config(schedule: str) -> JobConfig:
