@@ -1,11 +1,15 @@
 """Many checks in one start of the processes: imports take longer than any of them."""
 
+import importlib
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+from tests.helpers import distributed
+from tests.parallel.matrix import make_seed_checkpoint
 
 Check = Callable[[Path], None]
 
@@ -33,3 +37,20 @@ def expect_no_error(name: str, folder: Path, ranks: int) -> None:
         error = file.read_text() if file.exists() else "did not run, or did not end"
         if error:
             pytest.fail(f"rank {rank}: {error}", pytrace=False)
+
+
+@distributed(1)
+def _seed(model: str, folder: str) -> None:
+    make_seed_checkpoint(model, Path(folder) / "seed")
+
+
+@distributed(2, timeout_s=240)
+def _all_checks(module: str, folder: str) -> None:
+    run_checks(checks_of(vars(importlib.import_module(module))), Path(folder))
+
+
+def run_on_two_ranks(module: str, model: str, folder: Path) -> Path:
+    """Every check of a test module, on a seed checkpoint of `model` in folder / "seed". Returns the folder."""
+    _seed(model, str(folder))
+    _all_checks(module, str(folder))
+    return folder

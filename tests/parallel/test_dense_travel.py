@@ -12,9 +12,8 @@ from converters.backends import reference
 from converters.dense_config import FP8DenseConfig
 from converters.fp8_dense import convert_dense
 from converters.gathered_weight import FP8GatheredWeight
-from tests.helpers import distributed
-from tests.parallel.checks import checks_of, expect_no_error, run_checks
-from tests.parallel.matrix import build, make_seed_checkpoint
+from tests.parallel.checks import checks_of, expect_no_error, run_on_two_ranks
+from tests.parallel.matrix import build
 from tests.parallel.rows import Row
 from tests.parallel.test_travel import WIRES, counted
 from tests.parallel.traffic import Traffic
@@ -104,22 +103,9 @@ def check_a_step_reduces_once_for_experts_and_dense_layers(folder: Path) -> None
 CHECKS = checks_of(globals())
 
 
-@distributed(1)
-def seed(folder: str) -> None:
-    make_seed_checkpoint("dense_first", Path(folder) / "seed")
-
-
-@distributed(2, timeout_s=240)
-def all_checks(folder: str) -> None:
-    run_checks(CHECKS, Path(folder))
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dense_travel")
-    seed(str(folder))
-    all_checks(str(folder))
-    return folder
+    return run_on_two_ranks(__name__, "dense_first", tmp_path_factory.mktemp("dense_travel"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

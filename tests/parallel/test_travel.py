@@ -22,9 +22,8 @@ from converters.config import FP8GroupedExpertsConfig
 from converters.fp8_grouped_experts import convert
 from converters.gathered_weight import FP8GatheredWeight
 from parallel.expert_parallel import from_experts, plan, to_experts
-from tests.helpers import distributed
-from tests.parallel.checks import checks_of, expect_no_error, run_checks
-from tests.parallel.matrix import build, make_seed_checkpoint
+from tests.parallel.checks import checks_of, expect_no_error, run_on_two_ranks
+from tests.parallel.matrix import build
 from tests.parallel.rows import BATCH, SEQ_LEN, Row
 from tests.parallel.traffic import Traffic
 
@@ -204,22 +203,9 @@ def check_rows_go_to_their_experts_and_back(folder: Path) -> None:
 CHECKS = checks_of(globals())
 
 
-@distributed(1)
-def seed(folder: str) -> None:
-    make_seed_checkpoint("four_experts", Path(folder) / "seed")
-
-
-@distributed(2, timeout_s=240)
-def all_checks(folder: str) -> None:
-    run_checks(CHECKS, Path(folder))
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("travel")
-    seed(str(folder))
-    all_checks(str(folder))
-    return folder
+    return run_on_two_ranks(__name__, "four_experts", tmp_path_factory.mktemp("travel"))
 
 
 @pytest.mark.parametrize("name", CHECKS)
