@@ -5,7 +5,7 @@
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Literal
 
 from torchao.core.config import AOBaseConfig
 
@@ -14,30 +14,13 @@ from converters.dense_config import FP8DenseConfig
 from converters.numerics import SQNR_FLOOR_DB as SQNR_FLOOR_DB
 from converters.numerics import Accumulate, Backend, GradDtype, Recipe, Wgrad, needs_emulation
 from converters.numerics import Numerics as Numerics
+from converters.options import check_choices, check_patterns, check_switches, check_whole
 from converters.telemetry_config import FP8TelemetryConfig
 from converters.token_config import TokenPathConfig
 
 Toggle = Literal["auto", "on", "off"]
 Experts = Literal["grouped", "sequential"]
 BelowBreakEven = Literal["warn", "bf16"]
-
-CHOICES = {
-    "experts": Experts,
-    "recipe": Recipe,
-    "backend": Backend,
-    "wgrad": Wgrad,
-    "accumulate": Accumulate,
-    "grad_dtype": GradDtype,
-    "fsdp_fp8_all_gather": Toggle,
-    "ep_fp8_dispatch": Toggle,
-    "below_break_even": BelowBreakEven,
-}
-
-
-def _check_choice(section: str, name: str, value: object, choices: object) -> None:
-    allowed = get_args(choices)
-    if value not in allowed:
-        raise ValueError(f"[{section}] {name} = {value!r} is unknown: choose one of {', '.join(map(repr, allowed))}.")
 
 
 @dataclass(frozen=True)
@@ -116,16 +99,10 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
 
     def __post_init__(self) -> None:
         section = "fp8.grouped_experts"
-        for name, choices in CHOICES.items():
-            _check_choice(section, name, getattr(self, name), choices)
-        for name in ("skip_first_layers", "skip_last_layers"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"[{section}] {name} = {value!r} must be a whole number of layers, 0 or more.")
-        if not isinstance(self.cache, bool):
-            raise ValueError(f"[{section}] cache = {self.cache!r} must be true or false.")
-        if not isinstance(self.fqns, list) or not all(isinstance(p, str) and p for p in self.fqns):
-            raise ValueError(f"[{section}] fqns = {self.fqns!r} must be a list of non-empty patterns.")
+        check_choices(section, self)
+        check_whole(section, self, ("skip_first_layers", "skip_last_layers"), " of layers, 0 or more")
+        check_switches(section, self)
+        check_patterns(section, self, ("fqns",))
         if self.ep_fp8_dispatch == "on" and (self.recipe, self.wgrad) != ("tokenwise", "fp8"):
             raise ValueError(
                 f"[{section}] ep_fp8_dispatch = 'on' needs recipe = 'tokenwise' and wgrad = 'fp8', since rows arrive "
@@ -163,9 +140,6 @@ class FP8Config:
 
     grouped_experts: FP8GroupedExpertsConfig = field(default_factory=FP8GroupedExpertsConfig)
     """Read by the converter `fp8.grouped_experts`."""
-
-    delayed: DelayedConfig = field(default_factory=DelayedConfig)
-    """Read where recipe = "delayed"."""
 
     dense: FP8DenseConfig = field(default_factory=FP8DenseConfig)
     """Read by the converter `fp8.dense`."""

@@ -1,9 +1,11 @@
 """What a user can set in `[fp8.delayed]`: scales from the amax history, for recipes = "delayed"."""
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_origin
+from typing import Literal
 
 from torchao.core.config import AOBaseConfig
+
+from converters.options import check_choices, check_switches, check_whole
 
 SECTION = "fp8.delayed"
 
@@ -38,17 +40,10 @@ class DelayedConfig(AOBaseConfig):
     """
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value, choices = getattr(self, f.name), get_args(f.type)
-            if get_origin(f.type) is Literal and value not in choices:
-                allowed = ", ".join(map(repr, choices))
-                raise ValueError(f"[{SECTION}] {f.name} = {value!r} is unknown: choose one of {allowed}.")
+        check_choices(SECTION, self)
         for name, least in (("amax_history_len", 1), ("margin", -64)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"[{SECTION}] {name} = {value!r} must be a whole number, {least} or more.")
-        if not isinstance(self.warm_start, bool):
-            raise ValueError(f"[{SECTION}] warm_start = {self.warm_start!r} must be true or false.")
+            check_whole(SECTION, self, (name,), f", {least} or more", least)
+        check_switches(SECTION, self)
 
     @property
     def key(self) -> str:

@@ -1,7 +1,9 @@
 """What a user can set in `[fp8.dense]` of a recipe: dense layers in FP8, which and how."""
 
-from dataclasses import dataclass, field, fields
-from typing import Literal, get_args, get_origin
+from dataclasses import dataclass, field
+from typing import Literal
+
+from converters.options import check_choices, check_patterns, check_switches, check_whole
 
 SECTION = "fp8.dense"
 
@@ -62,22 +64,11 @@ class FP8DenseConfig:
         return "auto"
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value, choices = getattr(self, f.name), get_args(f.type)
-            if get_origin(f.type) is Literal and value not in choices:
-                allowed = ", ".join(map(repr, choices))
-                raise ValueError(f"[{SECTION}] {f.name} = {value!r} is unknown: choose one of {allowed}.")
+        check_choices(SECTION, self)
         if self.backend != "auto" and (self.backend == "emulated") != (self.recipe != "tokenwise"):
             raise ValueError(
                 f"[{SECTION}] recipe = {self.recipe!r} has no backend {self.backend!r}: set backend = 'auto'."
             )
-        for name in ("skip_first_layers", "skip_last_layers"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"[{SECTION}] {name} = {value!r} must be a whole number of layers, 0 or more.")
-        if not isinstance(self.cache, bool):
-            raise ValueError(f"[{SECTION}] cache = {self.cache!r} must be true or false.")
-        for name in ("fqns", "exclude"):
-            value = getattr(self, name)
-            if not isinstance(value, list) or not all(isinstance(p, str) and p for p in value):
-                raise ValueError(f"[{SECTION}] {name} = {value!r} must be a list of non-empty patterns.")
+        check_whole(SECTION, self, ("skip_first_layers", "skip_last_layers"), " of layers, 0 or more")
+        check_switches(SECTION, self)
+        check_patterns(SECTION, self, ("fqns", "exclude"))

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from converters.options import check_whole
+
 SECTION = "fp8.telemetry"
 
 
@@ -22,8 +24,7 @@ class FP8TelemetryConfig:
     """
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 0:
-            raise ValueError(f"[{SECTION}] every = {self.every!r} must be a whole number of steps, 0 for never.")
+        check_whole(SECTION, self, ("every",), " of steps, 0 for never")
         if not isinstance(self.twin, str):
             raise ValueError(f"[{SECTION}] twin = {self.twin!r} must be the folder of a run.")
         if self.twin and not self.every:

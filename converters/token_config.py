@@ -1,7 +1,9 @@
 """What a user can set in `[fp8.token_path]`."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
+
+from converters.options import check_choices
 
 Fused = Literal["auto", "on", "off"]
 
@@ -18,6 +20,4 @@ class TokenPathConfig:
     """
 
     def __post_init__(self) -> None:
-        if self.fused not in get_args(Fused):
-            known = ", ".join(map(repr, get_args(Fused)))
-            raise ValueError(f"[fp8.token_path] fused = {self.fused!r} is unknown: choose one of {known}.")
+        check_choices("fp8.token_path", self)
