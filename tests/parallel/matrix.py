@@ -7,12 +7,14 @@ same global batch, where torchtitan's own loader would give each rank other docu
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
@@ -195,3 +197,18 @@ def make_seed_checkpoint(model: str, folder: Path) -> Path:
     trainer.checkpointer.save(curr_step=0, last_step=True)
     trainer.close()
     return folder / "checkpoint" / "step-0"
+
+
+def train_rows(rows: Mapping[str, Row], world_size: int, where: Path) -> None:
+    """Trains the rows of this size and appends their curves to where / "curves.jsonl". One process comes first: it
+    makes the seed checkpoints that all sizes start from.
+    """
+    if world_size == 1:
+        for model in {row.model for row in rows.values()}:
+            make_seed_checkpoint(model, where / model)
+    for name, row in rows.items():
+        if row.world_size == world_size:
+            curve = train(row, where / row.model / "checkpoint" / "step-0", where / "run")
+            if dist.get_rank() == 0:
+                with (where / "curves.jsonl").open("a") as f:
+                    f.write(json.dumps([name, curve]) + "\n")

@@ -8,11 +8,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from tests.helpers import distributed
 from tests.parallel.layouts import COMPILE, NO_WIRES, RECOMPUTE, WIRES, pipeline
-from tests.parallel.matrix import Curve, make_seed_checkpoint, train
+from tests.parallel.matrix import Curve, train_rows
 from tests.parallel.rows import Row
 from tests.parallel.test_parity_matrix import FP8_FIRST_STEP, distance
 
@@ -59,27 +58,14 @@ SAME_BITS = {
 }
 
 
-def run_rows(world_size: int, folder: str) -> None:
-    where = Path(folder)
-    if world_size == 1:
-        for model in ("dense_first", "mixtral"):
-            make_seed_checkpoint(model, where / model)
-    for name, row in ROWS.items():
-        if row.world_size == world_size:
-            curve = train(row, where / row.model / "checkpoint" / "step-0", where / "run")
-            if dist.get_rank() == 0:
-                with (where / "curves.jsonl").open("a") as f:
-                    f.write(json.dumps([name, curve]) + "\n")
-
-
 @distributed(1, timeout_s=180)
 def one_process(folder: str) -> None:
-    run_rows(1, folder)
+    train_rows(ROWS, 1, Path(folder))
 
 
 @distributed(2, timeout_s=240)
 def two_processes(folder: str) -> None:
-    run_rows(2, folder)
+    train_rows(ROWS, 2, Path(folder))
 
 
 @pytest.fixture(scope="module")

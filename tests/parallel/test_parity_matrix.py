@@ -14,45 +14,30 @@ import json
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from parallel.pipeline import splits_backward
 from tests.helpers import distributed
 from tests.parallel.layouts import FP8_ROWS, LAYOUTS, ROWS, SAME_BITS, SAME_LOSSES
-from tests.parallel.matrix import Curve, make_seed_checkpoint, train
+from tests.parallel.matrix import Curve, train_rows
 from tests.parallel.rows import MODELS
 
 # Tensor parallelism on torch 2.11 differs from one process by 2.8e-5 after five steps, by 2e-7 in the first.
 HIGH, FP8, FP8_FIRST_STEP = 1e-5 if splits_backward() else 4e-5, 1e-3, 2e-5
 
 
-def run_rows(world_size: int, folder: str) -> None:
-    """Trains the rows of this size and appends their curves to one file."""
-    where = Path(folder)
-    if world_size == 1:
-        for model in MODELS:
-            make_seed_checkpoint(model, where / model)
-    for name, row in ROWS.items():
-        if row.world_size == world_size:
-            curve = train(row, where / row.model / "checkpoint" / "step-0", where / "run")
-            if dist.get_rank() == 0:
-                with (where / "curves.jsonl").open("a") as f:
-                    f.write(json.dumps([name, curve]) + "\n")
-
-
 @distributed(1, timeout_s=240)
 def one_process(folder: str) -> None:
-    run_rows(1, folder)
+    train_rows(ROWS, 1, Path(folder))
 
 
 @distributed(2, timeout_s=300)
 def two_processes(folder: str) -> None:
-    run_rows(2, folder)
+    train_rows(ROWS, 2, Path(folder))
 
 
 @distributed(4, timeout_s=420)
 def four_processes(folder: str) -> None:
-    run_rows(4, folder)
+    train_rows(ROWS, 4, Path(folder))
 
 
 @pytest.fixture(scope="module")
