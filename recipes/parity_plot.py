@@ -1,10 +1,11 @@
 """The picture of a parity test, one a model:  python -m recipes.parity_plot assets/results/parity_h200.json
 
-Losses on top; below, what each FP8 rule's validation loss lies above the mean of the BF16 seeds, in the band that those
-seeds make. Drawn from the JSON alone.
+Losses on top; below, what the validation loss of each FP8 rule lies above the BF16 runs of the same seeds (a mean over
+them), in the band by which the BF16 seeds lie around their own mean. Drawn from the JSON alone.
 """
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,10 @@ def _draw_losses(axes: Axes, bf16: Curves, others: Curves) -> None:
     for i, run in enumerate(bf16):
         label = f"BF16, {len(bf16)} seeds" if i == 0 else None
         axes.plot(*_smoothed(run), color=BLUE, lw=4, alpha=0.3, label=label, solid_capstyle="round")
-    for run, (colour, dash) in zip(others, LOOKS, strict=False):
-        axes.plot(*_smoothed(run), color=colour, ls=dash, lw=1.4, label=_label(run))
-        axes.plot(*zip(*run["val_curve"], strict=True), "D", ms=3.8, color=colour)
+    for (recipe, runs), (colour, dash) in zip(_by_rule(others).items(), LOOKS, strict=False):
+        for i, run in enumerate(runs):
+            axes.plot(*_smoothed(run), color=colour, ls=dash, lw=1.4, label=_label(recipe, runs) if i == 0 else None)
+            axes.plot(*zip(*run["val_curve"], strict=True), "D", ms=3.8, color=colour)
     for i, run in enumerate(bf16):
         label = "validation" if i == 0 else None
         axes.plot(*zip(*run["val_curve"], strict=True), "o", ms=7, mfc="none", mec=BLUE, mew=1.2, label=label)
@@ -60,29 +62,41 @@ def _draw_losses(axes: Axes, bf16: Curves, others: Curves) -> None:
 
 
 def _draw_gaps(axes: Axes, bf16: Curves, others: Curves) -> None:
-    """Validation losses minus the mean of the BF16 seeds, at the steps that all runs have, the first left out."""
+    """Validation losses minus those of BF16 with the same seed, at the steps that all runs have, the first left out."""
     steps = sorted(set.intersection(*({s for s, _ in run["val_curve"]} for run in (*bf16, *others))))[1:]
     if not bf16 or not steps:
         return
-    seeds = [[dict(run["val_curve"])[s] for s in steps] for run in bf16]
-    mean = [sum(values) / len(values) for values in zip(*seeds, strict=True)]
-    low, high = ([f(v) - m for v, m in zip(zip(*seeds, strict=True), mean, strict=True)] for f in (min, max))
-    axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, lw=0, label="BF16 seeds, lowest to highest")
-    for values in seeds:
-        axes.plot(steps, [v - m for v, m in zip(values, mean, strict=True)], "o", ms=5, mfc="none", mec=BLUE)
-    for run, (colour, dash) in zip(others, LOOKS, strict=False):
-        values = [dict(run["val_curve"])[s] for s in steps]
-        gaps = [v - m for v, m in zip(values, mean, strict=True)]
-        axes.plot(steps, gaps, "D", ls=dash, ms=4.5, lw=1.2, color=colour, label=_label(run))
+    seeds = {run["seed"]: [dict(run["val_curve"])[s] for s in steps] for run in bf16}
+    mean = [statistics.fmean(values) for values in zip(*seeds.values(), strict=True)]
+    low, high = ([f(v) - m for v, m in zip(zip(*seeds.values(), strict=True), mean, strict=True)] for f in (min, max))
+    axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, lw=0, label="BF16 seeds around their mean")
+    for (recipe, runs), (colour, dash) in zip(_by_rule(others).items(), LOOKS, strict=False):
+        gaps = [
+            [dict(run["val_curve"])[s] - twin for s, twin in zip(steps, seeds[run["seed"]], strict=True)]
+            for run in runs
+            if run["seed"] in seeds
+        ]
+        for values in gaps if len(gaps) > 1 else ():
+            axes.plot(steps, values, "D", ms=2.8, color=colour, alpha=0.5)
+        if gaps:
+            values = [statistics.fmean(v) for v in zip(*gaps, strict=True)]
+            axes.plot(steps, values, "D", ls=dash, ms=4.5, lw=1.2, color=colour, label=recipe)
     axes.axhline(0, color=INK, lw=0.9, zorder=1)
-    axes.set_title("Validation loss minus the mean of the BF16 seeds", loc="left", size=11.5, color=INK)
+    axes.set_title("Validation loss minus BF16 of the same seed", loc="left", size=11.5, color=INK)
     axes.set_xlabel("training step", color=MUTED)
     above = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.985), "columnspacing": 1.4, "handlelength": 1.6}
     axes.legend(frameon=False, labelcolor=INK, fontsize=9, ncols=5, **above)
 
 
-def _label(run: dict[str, Any]) -> str:
-    return f"{run['recipe']}, seed {run['seed']}"
+def _by_rule(runs: Curves) -> dict[str, Curves]:
+    return {
+        recipe: [run for run in runs if run["recipe"] == recipe] for recipe in dict.fromkeys(r["recipe"] for r in runs)
+    }
+
+
+def _label(recipe: str, runs: Curves) -> str:
+    seeds = ", ".join(str(run["seed"]) for run in runs)
+    return f"{recipe}, seed{'s' * (len(runs) > 1)} {seeds}"
 
 
 def _smoothed(run: dict[str, Any]) -> tuple[list[int], tuple[float, ...]]:
@@ -92,7 +106,7 @@ def _smoothed(run: dict[str, Any]) -> tuple[list[int], tuple[float, ...]]:
 
 def _subtitle(found: dict[str, Any], model: str) -> str:
     lines = [v["line"] for v in found["verdicts"] if v["name"].startswith(f"{model} ")]
-    # All lines do not fit; each says its model, which the title has said.
+    # Whole lines do not fit; each says its model, which the title has said.
     return ";  ".join(line.removeprefix(f"{model} ").split(" at step")[0] for line in lines)
 
 

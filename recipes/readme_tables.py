@@ -5,6 +5,7 @@ number there can be anything but a committed measurement.
 """
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Callable
@@ -68,31 +69,27 @@ def whole_steps(data: dict) -> str:
 
 
 def parity(data: dict) -> str:
-    """FP8 against BF16 seeds: a row for the seeds of a model, then one for each of its FP8 runs."""
-    rows, verdicts = [], {verdict["name"]: verdict for verdict in data["verdicts"]}
+    """FP8 against BF16: a row for the seeds of a model, then one for each of its FP8 rules."""
+    rows = []
     for model in dict.fromkeys(run["model"] for run in data["runs"] if run["recipe"] == "bf16"):
-        runs = [run for run in data["runs"] if run["model"] == model]
-        rows.append(_seeds_row(model, [run for run in runs if run["recipe"] == "bf16"]))
-        twin = {run["seed"]: run["final_val_loss"] for run in runs if run["recipe"] == "bf16"}
-        rows += [_rule_row(run, verdicts[run["name"]], twin) for run in runs if run["name"] in verdicts]
-    head = ["run", "validation loss", "test loss", "minus its seed's BF16", "minus BF16's mean", "band"]
-    head += ["gradient norm, worst ratio", "verdict"]
-    return _table(head, rows) + "\n\n" + _conditions(data["environment"])
+        of = {v["name"].removeprefix(f"{model} "): v for v in data["verdicts"] if v["name"].startswith(f"{model} ")}
+        for recipe in ("bf16", *of):
+            runs = [run for run in data["runs"] if (run["model"], run["recipe"]) == (model, recipe)]
+            rows.append(_parity_row(f"{model} {'BF16' if recipe == 'bf16' else recipe}", runs, of.get(recipe)))
+    head = ["run", "seeds", "validation loss", "test loss", "minus BF16 of its seeds", "standard error", "band of BF16"]
+    return _table([*head, "gradient norm, worst ratio", "verdict"], rows) + "\n\n" + _conditions(data["environment"])
 
 
-def _seeds_row(model: str, seeds: list[dict]) -> list[str]:
-    losses = [f"{statistics.mean(run[f'final_{split}_loss'] for run in seeds):.4f}" for split in ("val", "test")]
-    ratios = [run["grad_norm_ratio"]["ratio"] for run in seeds if run["grad_norm_ratio"]]
-    norm = f"{max(ratios, key=lambda ratio: abs(ratio - 1)):.3f}" if ratios else ""
-    return [f"{model} BF16, mean of {len(seeds)} seeds", *losses, "", "", "", norm, ""]
-
-
-def _rule_row(run: dict, held: dict, twin: dict[int, float]) -> list[str]:
-    losses = [f"{run[f'final_{split}_loss']:.4f}" for split in ("val", "test")]
-    band = "" if held["band"] is None else f"{held['band']:.4f}"
-    norm = f"{run['grad_norm_ratio']['ratio']:.3f}" if run["grad_norm_ratio"] else ""
-    paired = f"{run['final_val_loss'] - twin[run['seed']]:+.4f}" if run["seed"] in twin else ""
-    return [f"{run['model']} {run['recipe']}", *losses, paired, f"{held['gap']:+.4f}", band, norm, held["verdict"]]
+def _parity_row(name: str, runs: list[dict], held: dict | None) -> list[str]:
+    losses = [f"{statistics.mean(run[f'final_{split}_loss'] for run in runs):.4f}" for split in ("val", "test")]
+    start = [name, ", ".join(str(run["seed"]) for run in runs), *losses]
+    if held is None:  # BF16: its seeds against the first of them
+        ratios = [run["grad_norm_ratio"]["ratio"] for run in runs if run["grad_norm_ratio"]]
+        norm = f"{max(ratios, key=lambda ratio: abs(math.log(ratio))):.3f}" if ratios else ""
+        return [*start, "", "", "", norm, ""]
+    band, error = ("" if held[key] is None else f"{held[key]:.4f}" for key in ("band", "standard_error"))
+    norm = f"{held['grad_norm_ratio']['ratio']:.3f}" if held["grad_norm_ratio"] else ""
+    return [*start, f"{held['gap']:+.4f}", error, band, norm, held["verdict"]]
 
 
 TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {

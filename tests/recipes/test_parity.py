@@ -53,7 +53,7 @@ def test_json_has_every_run_and_a_verdict(parted: Path) -> None:
     assert bf16["curve"][0][1] == pytest.approx(fp8["curve"][0][1], abs=1e-3), "weights and data of the same seed"
     verdict = found["verdicts"][0]
     assert verdict["gap"] == pytest.approx(fp8["final_val_loss"] - bf16["final_val_loss"], abs=1e-5)
-    assert (verdict["gap_to_same_seed"], verdict["band"]) == (verdict["gap"], None)
+    assert (verdict["gaps"], verdict["band"]) == ({"3": verdict["gap"]}, None)
     assert (parted / "parity_mixtral.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -109,53 +109,74 @@ def recorded(tmp_path: Path) -> list[Arm]:
         ("bf16", 1): ([5.0, 4.0, 3.0, 2.00], 1.0),
         ("bf16", 2): ([5.0, 4.3, 3.1, 2.02], 1.1),
         ("tokenwise", 1): ([5.0, 4.0, 3.0, 2.05], 1.2),
+        ("tokenwise", 2): ([5.0, 4.0, 3.0, 1.97], 1.0),
         ("delayed", 2): ([5.0, 4.5, 3.4, 2.40], 0.5),
     }
     return [record(Arm(model="m", recipe=r, seed=s, steps=40), tmp_path, *of) for (r, s), of in runs.items()]
 
 
-def test_verdicts_hold_the_gap_against_the_band_of_bf16(recorded: list[Arm], tmp_path: Path) -> None:
-    """Mean 2.01. The band is the seeds' largest spread since half of the run: 0.3 at step 20."""
+def test_a_rule_is_held_against_bf16_of_its_seeds_and_the_band_of_all(recorded: list[Arm], tmp_path: Path) -> None:
+    """Gaps of tokenwise: +0.05 and -0.05. The band is the largest spread since half of the run: 0.3 at step 20."""
     delayed, tokenwise = collect(recorded, tmp_path)["verdicts"]
-    assert tokenwise["gap"] == pytest.approx(0.04, abs=1e-5)
-    assert tokenwise["gap_to_same_seed"] == pytest.approx(0.05, abs=1e-5)
+    assert (tokenwise["name"], tokenwise["seeds"]) == ("m tokenwise", [1, 2])
+    assert tokenwise["gaps"] == {"1": pytest.approx(0.05, abs=1e-5), "2": pytest.approx(-0.05, abs=1e-5)}
+    assert tokenwise["gap"] == pytest.approx(0.0, abs=1e-5)
+    assert tokenwise["standard_error"] == pytest.approx(0.05, abs=1e-5)
+    assert tokenwise["gap_to_all_seeds"] == pytest.approx(0.0, abs=1e-5)
     assert tokenwise["band"] == pytest.approx(0.3, abs=1e-5)
-    assert tokenwise["verdict"] == "same"
-    assert tokenwise["line"] == "m tokenwise:1 - BF16 mean = +0.0400 at step 40, band 0.3000: same (validation loss)"
-    assert (delayed["gap"], delayed["verdict"]) == (pytest.approx(0.39, abs=1e-5), "worse")
+    line = "m tokenwise - BF16 = {} at step 40 (mean of seeds 1, 2), band 0.3000: same (validation loss)"
+    assert tokenwise["line"] in (line.format("+0.0000"), line.format("-0.0000"))
+    assert (delayed["gap"], delayed["verdict"]) == (pytest.approx(0.38, abs=1e-5), "worse")
+    assert (delayed["standard_error"], delayed["gap_to_all_seeds"]) == (None, pytest.approx(0.39, abs=1e-5))
 
 
-def test_a_nan_is_worse_and_a_run_of_a_few_steps_is_not_judged(recorded: list[Arm], tmp_path: Path) -> None:
-    broken = record(Arm(model="m", recipe="rowwise", seed=1, steps=40), tmp_path, [5.0, math.nan], 1.0)
-    verdict = collect([*recorded[:2], broken], tmp_path)["verdicts"][0]
-    assert verdict["verdict"] == "worse"
-    short = record(Arm(model="m", recipe="blockwise", seed=1, steps=9), tmp_path, [5.0, 4.0], 1.0)
-    assert collect([*recorded[:2], short], tmp_path)["verdicts"][0]["verdict"] == UNKNOWN
+def verdict_of(recorded: list[Arm], folder: Path, last: float, steps: int = 40) -> str:
+    """Of one more rule with seed 1 whose last validation loss is `last`; BF16's is 2.0, the band 0.3."""
+    arm = record(Arm(model="m", recipe="rowwise", seed=1, steps=steps), folder, [5.0, 4.0, 3.0, last], 1.0)
+    return collect([*recorded[:2], arm], folder)["verdicts"][0]["verdict"]
 
 
-def test_gradient_norms_are_held_against_the_same_seed(recorded: list[Arm], tmp_path: Path) -> None:
-    """Two logged steps a window; the first window has (1 + norm) / 2 in it, the others norm."""
-    runs = {run["name"]: run["grad_norm_ratio"] for run in collect(recorded, tmp_path)["runs"]}
+@pytest.mark.parametrize(
+    ("last", "verdict"),
+    [(2.004, "same"), (1.996, "same"), (2.1, "inside the band"), (2.4, "worse"), (1.6, "better"), (math.nan, "worse")],
+)
+def test_words(recorded: list[Arm], tmp_path: Path, last: float, verdict: str) -> None:
+    assert verdict_of(recorded, tmp_path, last) == verdict
+
+
+def test_a_run_of_a_few_steps_is_not_judged(recorded: list[Arm], tmp_path: Path) -> None:
+    assert verdict_of(recorded, tmp_path, 2.0, steps=9) == UNKNOWN
+
+
+def test_gradient_norms_are_held_against_the_same_seeds(recorded: list[Arm], tmp_path: Path) -> None:
+    """Two logged steps a window; the first full window has (1 + norm) / 2 in it, the others norm."""
+    found = collect(recorded, tmp_path)
+    runs = {run["name"]: run["grad_norm_ratio"] for run in found["runs"]}
     assert runs["m bf16:1"] is None
     assert runs["m bf16:2"]["ratio"] == pytest.approx(1.1, abs=1e-4)
     assert runs["m tokenwise:1"] == {"ratio": 1.2, "step": 30, "window": 2, "against": "m_bf16_1"}
     assert runs["m delayed:2"]["ratio"] == pytest.approx(0.5 / 1.1, abs=1e-4)
+    both = found["verdicts"][1]["grad_norm_ratio"]
+    assert (both["ratio"], both["against"]) == (pytest.approx(2.2 / 2.1, abs=1e-4), "m_bf16_1, m_bf16_2")
 
 
-def test_readme_table_has_a_row_for_the_seeds_and_one_a_rule(recorded: list[Arm], tmp_path: Path) -> None:
+def test_readme_table_has_a_row_for_bf16_and_one_a_rule(recorded: list[Arm], tmp_path: Path) -> None:
     found = {"environment": parity.environment(1, []), **collect(recorded, tmp_path)}
     for run in found["runs"]:
         run["final_test_loss"] = 3.0
     lines = readme_tables.parity(found).splitlines()
-    assert lines[2] == "| m BF16, mean of 2 seeds | 2.0100 | 3.0000 |  |  |  | 1.100 |  |"
-    assert lines[4] == "| m tokenwise | 2.0500 | 3.0000 | +0.0500 | +0.0400 | 0.3000 | 1.200 | same |"
+    assert lines[2] == "| m BF16 | 1, 2 | 2.0100 | 3.0000 |  |  |  | 1.100 |  |"
+    assert lines[3] == "| m delayed | 2 | 2.4000 | 3.0000 | +0.3800 |  | 0.3000 | 0.455 | worse |"
+    assert lines[4].replace("-0.0000", "+0.0000") == (
+        "| m tokenwise | 1, 2 | 2.0100 | 3.0000 | +0.0000 | 0.0500 | 0.3000 | 1.048 | same |"
+    )
     assert len([line for line in lines if line.startswith("| ")]) == 5
 
 
 def test_runs_that_are_not_done_are_left_out(recorded: list[Arm], tmp_path: Path) -> None:
     (recorded[0].home(tmp_path) / DONE).unlink()
     found = collect(recorded, tmp_path)
-    assert [run["name"] for run in found["runs"]] == ["m bf16:2", "m delayed:2", "m tokenwise:1"]
+    assert [run["name"] for run in found["runs"]] == ["m bf16:2", "m delayed:2", "m tokenwise:1", "m tokenwise:2"]
     assert {verdict["band"] for verdict in found["verdicts"]} == {None}
     (recorded[1].home(tmp_path) / DONE).unlink()
     assert collect(recorded, tmp_path)["verdicts"] == []
