@@ -27,7 +27,7 @@ from recipes.run_info import jsonable
 
 MODELS = "mixtral_300m,llama4_300m"
 # In the order in which they start: what has ended when a budget is over can be judged.
-ARMS = "bf16:1,tokenwise:1,whole:1,bf16:2,delayed:1,rowwise:1,bf16:3"
+ARMS = "bf16:1,tokenwise:1,whole:1,bf16:2,tokenwise:2,delayed:1,rowwise:1,bf16:3,tokenwise:3"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
