@@ -3,6 +3,7 @@
 import statistics
 from typing import Any
 
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, TensorBoardLogger
 
 from recipes.run_info import Point
@@ -39,6 +40,16 @@ class RecordingLogger(BaseLogger):
         if metrics.get(NON_FINITE):
             self.non_finite_step = step
 
+    def log_at_once(self, metrics: dict[str, float], step: int) -> None:
+        """Passes many metrics on that none of ours is among; TensorBoard gets them as one event, not one each."""
+        for each in self._loggers():
+            if isinstance(each, TensorBoardLogger):
+                prefix = "" if each.tag is None else f"{each.tag}/"
+                values = [Summary.Value(tag=prefix + name, simple_value=value) for name, value in metrics.items()]
+                each.writer._get_file_writer().add_summary(Summary(value=values), step)
+            else:
+                each.log(metrics, step)
+
     def tokens_per_second(self) -> float | None:
         """Median of one device."""
         return _steady_median(self.speeds)
@@ -49,10 +60,12 @@ class RecordingLogger(BaseLogger):
 
     def add_text(self, tag: str, text: str) -> None:
         """Shows `text` (Markdown) under TensorBoard's Text tab, where TensorBoard is on."""
-        loggers = self.inner._loggers if isinstance(self.inner, LoggerContainer) else []
-        for each in loggers:
+        for each in self._loggers():
             if isinstance(each, TensorBoardLogger):
                 each.writer.add_text(tag, text, 0)
+
+    def _loggers(self) -> list[BaseLogger]:
+        return self.inner._loggers if isinstance(self.inner, LoggerContainer) else [self.inner]
 
     def close(self) -> None:
         """Writes out and closes torchtitan's loggers."""

@@ -47,7 +47,7 @@ class MeasuringMetricsProcessor(ReportingMetricsProcessor):
         if self._telemetry is not None:
             figures = self._telemetry.end_step(step, self._watch.latest)
             if figures is not None and self._speaks:
-                self.logger.log(figures, step)
+                self.logger.log_at_once(figures, step)
                 self._seen.add(step, figures)
         return super().should_log(step)
 
