@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from converters.backends import get_backend
-from converters.backends.reference import FP8, QuantizedWeight
+from converters.backends.reference import FP8
 from converters.gathered_weight import FP8GatheredWeight
 from converters.numerics import Numerics
 from converters.scaling import compute_dtype, op_key, wgrad
 from converters.telemetry_mlp import gemm_backward, gemm_forward
-from converters.weight_cache import quantized
+from converters.weight_cache import fp8_weight, quantized
 
 
 @lru_cache(maxsize=64)
@@ -30,13 +30,6 @@ def one_group(backend: str, rows: int, device: torch.device) -> object:
     """The backend's groups for `rows` rows of one group. A constant: two launches a call would be spent on it."""
     offs = torch.full((1,), rows, dtype=torch.int32, device=device)
     return get_backend(backend).groups(offs, rows)
-
-
-def dense_weight(weights: list[Tensor], scale: Tensor | None, n: Numerics, *, backward: bool) -> QuantizedWeight:
-    """Plain weights [N_i, K], joined along N: from the cache, or as FSDP2 gathered them with `scale` [1]."""
-    if scale is None:
-        return quantized(weights, n, backward=backward)
-    return get_backend(n.backend).join_weight([w.unsqueeze(0) for w in weights], scale, backward)
 
 
 def gathered_scale(weights: list[Tensor]) -> Tensor | None:
@@ -91,7 +84,7 @@ def _backward(
     backend = get_backend(n.backend)
     groups = one_group(n.backend, g.shape[0], g.device)
     g8, sg = backend.quantize_rows(g)
-    w = dense_weight(weights, scale, n, backward=True)
+    w = fp8_weight(weights, scale, n, backward=True)
     dx = backend.gemm_rows(g8, sg, w.q_t, w.scale_t, groups, x_dtype, n.accumulate)
     del w
     dw = wgrad((g8, sg, g), (x8, sx, x), groups, w_dtype, n)

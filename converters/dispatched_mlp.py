@@ -13,21 +13,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from converters.backends import get_backend
 from converters.config import Numerics
-from converters.expert_mlp import backward_rows, forward_rows, gathered_scales, quantized_weights
+from converters.expert_mlp import forward_rows, forward_weights, gathered_scales
+from converters.mlp_gradients import Saved, mlp_gradients, taken
 from converters.scaling import compute_dtype
-from converters.telemetry_mlp import Parts, mlp_backward, mlp_forward, sent_rows
+from converters.telemetry_mlp import Parts, mlp_forward, sent_rows
 from converters.telemetry_rows import PlainRows
 from parallel.expert_parallel import Dispatch, arrived, from_experts, start_from_experts, to_experts
 from parallel.wrapped_weight import plain
+
+SAVED = ("w1", "w2", "w3", "x8", "sx", "y13", "h8", "sh")
 
 
 def measured_parts(w1: Tensor, w2: Tensor, w3: Tensor) -> tuple[Parts, Parts]:
     """W13 and W2 as telemetry takes them."""
     s13, s2 = gathered_scales(w1, w2, w3)
     return [(plain(w1), s13), (plain(w3), s13)], [(plain(w2), s2)]
+
+
+def gradients_at_experts(saved: Saved, dispatch: Dispatch, n: Numerics) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`mlp_gradients` of wrapped weights and of rows that have arrived in FP8 -> dx on its way back, dw1, dw2, dw3."""
+    weights = {name: saved[name] for name in ("w1", "w2", "w3")}
+    dtypes = saved["y13"].dtype, weights["w1"].dtype
+    saved["s13"], saved["s2"] = gathered_scales(*weights.values())
+    saved |= {"g": None, "x": None} | {name: plain(w) for name, w in weights.items()}
+    tables = get_backend(n.backend).groups(dispatch.offs, saved["g8"].shape[0]).tables
+    return mlp_gradients(saved, tables, n.key, dtypes, partial(start_from_experts, dispatch=dispatch))
 
 
 class _DispatchedMLP(torch.autograd.Function):
@@ -41,30 +55,23 @@ class _DispatchedMLP(torch.autograd.Function):
         x8, sx = to_experts([x8, sx], dispatch)
         groups = backend.groups(dispatch.offs, x8.shape[0])
         scales = gathered_scales(w1, w2, w3)
-        weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=False)
+        weights = forward_weights(plain(w1), plain(w2), plain(w3), scales, n, x8.shape[0])
         out, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
         mlp_forward(*measured_parts(w1, w2, w3), weights, dispatch.offs, None, (x8, sx), y13, (h8, sh), out)
-        ctx.save_for_backward(x8, sx, y13, h8, sh, w1, w2, w3)
+        ctx.save_for_backward(w1, w2, w3, x8, sx, y13, h8, sh)
         ctx.dispatch, ctx.numerics, ctx.x_dtype = dispatch, n, x.dtype
         return from_experts(out, dispatch)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         dispatch, n = ctx.dispatch, ctx.numerics
-        x8, sx, y13, h8, sh, w1, w2, w3 = ctx.saved_tensors
-        backend = get_backend(n.backend)
-        g = g.contiguous()
-        g8, sg = backend.quantize_rows(g)
-        sent_rows(plain(w1), "g", PlainRows(g), (g8, sg))
-        g8, sg = to_experts([g8, sg], dispatch)
-        groups = backend.groups(dispatch.offs, g8.shape[0])
-        scales = gathered_scales(w1, w2, w3)
-        weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=True)
-        watch, dtypes = mlp_backward(*measured_parts(w1, w2, w3), dispatch.offs, None, y13), (y13.dtype, w1.dtype)
-        send = partial(start_from_experts, dispatch=dispatch)
-        rows = (g8, sg, None), (x8, sx, None), (h8, sh)
-        dx, dw13, dw2 = backward_rows(*rows, y13, weights, groups, dtypes, n, watch, send)
-        dw1, dw3 = dw13.unbind(0)
+        saved, g = taken(ctx, SAVED), g.contiguous()
+        rows = get_backend(n.backend).quantize_rows(g)
+        sent_rows(plain(saved["w1"]), "g", PlainRows(g), rows)
+        saved["g8"], saved["sg"] = to_experts(list(rows), dispatch)
+        del g, rows
+        dx, dw1, dw2, dw3 = gradients_at_experts(saved, dispatch, n)
         return arrived(dx).to(ctx.x_dtype), dw1, dw2, dw3, None, None, None
 
 

@@ -13,20 +13,21 @@ What goes from one half to the other in FP8 goes past autograd, in a `Flight`: n
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from converters.backends import get_backend
 from converters.backends.reference import FP8
 from converters.config import Numerics
-from converters.dispatched_mlp import measured_parts
-from converters.expert_mlp import backward_rows, forward_rows, gathered_scales, quantized_weights
+from converters.dispatched_mlp import SAVED, gradients_at_experts, measured_parts
+from converters.expert_mlp import forward_rows, forward_weights, gathered_scales
+from converters.mlp_gradients import taken
 from converters.routed_mlp import combined, gradient_tokens, out_dtype, token_kernels
 from converters.scaling import compute_dtype
-from converters.telemetry_mlp import mlp_backward, mlp_forward, sent_rows
+from converters.telemetry_mlp import mlp_forward, sent_rows
 from converters.telemetry_rows import RoutedRows
 from parallel.expert_parallel import Dispatch, arrived, at_experts, start_from_experts, start_to_experts
 from parallel.wrapped_weight import plain
@@ -73,29 +74,24 @@ class _Experts(torch.autograd.Function):
         x8, sx = flight.arrive(flight.depart("x", x, slots, scores, flight.before)[0])
         groups = get_backend(n.backend).groups(offs, x8.shape[0])
         scales = gathered_scales(w1, w2, w3)
-        weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=False)
+        weights = forward_weights(plain(w1), plain(w2), plain(w3), scales, n, x8.shape[0])
         o, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
         mlp_forward(*measured_parts(w1, w2, w3), weights, offs, None, (x8, sx), y13, (h8, sh), o)
-        ctx.save_for_backward(x if flight.before else None, scores, slots, x8, sx, y13, h8, sh, w1, w2, w3)
+        ctx.save_for_backward(w1, w2, w3, x8, sx, y13, h8, sh, x if flight.before else None, scores, slots)
         ctx.flight, ctx.x_dtype = flight, x.dtype
         return start_from_experts(o, flight.dispatch)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """g says nothing: the gradient is in flight."""
-        flight, n, offs = ctx.flight, ctx.flight.numerics, ctx.flight.dispatch.offs
-        x, scores, slots, x8, sx, y13, h8, sh, w1, w2, w3 = ctx.saved_tensors
-        g8, sg = flight.arrive(flight.gradient)
+        flight, n = ctx.flight, ctx.flight.numerics
+        saved = taken(ctx, (*SAVED, "x", "scores", "slots"))
+        x, scores, slots = (saved.pop(name) for name in ("x", "scores", "slots"))
+        saved["g8"], saved["sg"] = flight.arrive(flight.gradient)
         flight.gradient = None
-        groups = get_backend(n.backend).groups(offs, g8.shape[0])
-        scales = gathered_scales(w1, w2, w3)
-        weights = quantized_weights(plain(w1), plain(w2), plain(w3), scales, n, backward=True)
-        watch, dtypes = mlp_backward(*measured_parts(w1, w2, w3), offs, None, y13), (y13.dtype, w1.dtype)
-        send = partial(start_from_experts, dispatch=flight.dispatch)
-        rows = (g8, sg, None), (x8, sx, None), (h8, sh)
-        d, dw13, dw2 = backward_rows(*rows, y13, weights, groups, dtypes, n, watch, send)
+        d, dw1, dw2, dw3 = gradients_at_experts(saved, flight.dispatch, n)
         dx, ds = gradient_tokens(arrived(d), slots, scores, x, flight.before, ctx.x_dtype, n.backend)
-        dw1, dw3 = dw13.unbind(0)
         return dx, ds if flight.before else None, None, dw1, dw2, dw3, None, None
 
 
@@ -110,6 +106,7 @@ class _Combine(torch.autograd.Function):
         return combined(arrived(o), slots, scores, base, flight.before, dtype, flight.numerics.backend)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         scores, slots, o = ctx.saved_tensors
         flight, after = ctx.flight, not ctx.flight.before

@@ -2,6 +2,7 @@
 hashable, and a string where an op takes no dataclass.
 """
 
+import functools
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -52,6 +53,7 @@ class Numerics:
         return "/".join(str(getattr(self, f.name)) for f in fields(self))
 
     @staticmethod
+    @functools.cache
     def parse(key: str) -> "Numerics":
         """The numerics whose `key` this is."""
         values = ({"True": True, "False": False}.get(v, v) for v in key.split("/"))

@@ -22,14 +22,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from converters.backends import get_backend
 from converters.backends.reference import FP8
 from converters.config import Numerics
-from converters.expert_mlp import backward_rows, forward_rows, gathered_scales, quantized_weights
+from converters.expert_mlp import forward_rows, forward_weights, gathered_scales
+from converters.kernels.ops import operator
+from converters.mlp_gradients import mlp_gradients, taken
 from converters.scaling import compute_dtype, op_key
-from converters.telemetry_mlp import mlp_backward, mlp_forward
+from converters.telemetry_gradients import see_gradient
+from converters.telemetry_mlp import mlp_forward, parts_of
 from converters.telemetry_rows import RoutedRows
+
+SAVED = ("w1", "w2", "w3", "s13", "s2", "offs", "x", "scores", "slots", "o", "x8", "sx", "y13", "h8", "sh")
 
 
 @cache
@@ -50,18 +56,37 @@ def combined(
     return token_kernels(backend).to_tokens(o, slots, dtype, None if before else scores, base)[0]
 
 
-def gradient_rows(
-    g: Tensor, slots: Tensor, scores: Tensor, o: Tensor, before: bool, backend: str
+def _empty_gradient_rows(
+    g: Tensor, slots: Tensor, scores: Tensor, o: Tensor, w1: Tensor, offs: Tensor, before: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """g [T, D] -> g8 [M, D], sg [M], and ds [M] if the scores come after the experts."""
-    weighted = (None, None) if before else (scores, o)
-    return token_kernels(backend).to_rows(g.contiguous(), slots, scores.shape[0], *weighted)
+    M = scores.shape[0]
+    rows = g.new_empty((M, g.shape[1]), dtype=FP8), g.new_empty(M, dtype=torch.float32)
+    return *rows, g.new_empty(0 if before else M, dtype=torch.float32)
 
 
+@operator(_empty_gradient_rows)
+def routed_gradient_rows(
+    g: Tensor, slots: Tensor, scores: Tensor, o: Tensor, w1: Tensor, offs: Tensor, before: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """g [T, D] -> g8 [M, D], sg [M], and ds [M] if the scores come after the experts, whose output is o [M, D]."""
+    M, weighted = scores.shape[0], (None, None) if before else (scores, o)
+    g8, sg, ds = token_kernels(backend).to_rows(g, slots, M, *weighted)
+    see_gradient(w1, RoutedRows(g, slots, M, weighted[0]), (g8, sg), offs)
+    return g8, sg, ds
+
+
+def _empty_gradient_tokens(
+    d: Tensor, slots: Tensor, scores: Tensor, x: Tensor | None, before: bool, dtype: torch.dtype, backend: str
+) -> tuple[Tensor, Tensor]:
+    ds = d.new_empty(0 if x is None else d.shape[0], dtype=torch.float32)
+    return d.new_empty((slots.shape[0], d.shape[1]), dtype=dtype), ds
+
+
+@operator(_empty_gradient_tokens)
 def gradient_tokens(
     d: Tensor, slots: Tensor, scores: Tensor, x: Tensor | None, before: bool, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """d [M, D] -> dx [T, D], and ds [M] if the scores come before the experts."""
+    """d [M, D] -> dx [T, D], and ds [M] if the scores come before the experts; they multiply x [T, D]."""
     return token_kernels(backend).to_tokens(d, slots, dtype, scores if before else None, None, x)
 
 
@@ -86,10 +111,10 @@ def _forward(
     n = Numerics.parse(numerics)
     x8, sx = rows_of(x, slots, scores, before, n.backend)
     groups = get_backend(n.backend).groups(offs, x8.shape[0])
-    weights = quantized_weights(w1, w2, w3, (s13, s2), n, backward=False)
+    weights = forward_weights(w1, w2, w3, (s13, s2), n, x8.shape[0])
     o, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
     rows = RoutedRows(x, slots, scores.shape[0], scores if before else None)
-    mlp_forward([(w1, s13), (w3, s13)], [(w2, s2)], weights, offs, rows, (x8, sx), y13, (h8, sh), o)
+    mlp_forward(parts_of([w1, w3], s13), parts_of([w2], s2), weights, offs, rows, (x8, sx), y13, (h8, sh), o)
     out = combined(o, slots, scores, base, before, out_dtype, n.backend)
     return out, o.new_empty(0) if before else o, x8, sx, y13, h8, sh
 
@@ -118,84 +143,32 @@ def _(
     return x.new_empty(x.shape, dtype=out_dtype), o, x8, sx, x.new_empty((M, 2 * H), dtype=dtype), h8, sh
 
 
-@torch.library.custom_op("titan_moe_fp8::routed_mlp_backward", mutates_args=())
-def _backward(
-    g: Tensor,
-    x: Tensor | None,
-    scores: Tensor,
-    slots: Tensor,
-    o: Tensor,
-    x8: Tensor,
-    sx: Tensor,
-    y13: Tensor,
-    h8: Tensor,
-    sh: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    s13: Tensor | None,
-    s2: Tensor | None,
-    offs: Tensor,
-    before: bool,
-    numerics: str,
-    x_dtype: torch.dtype,
-    w_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> dx [T, D], ds [M], dw13 [2, E, H, D], dw2 [E, D, H]. x is given if the scores come before the experts."""
-    n = Numerics.parse(numerics)
-    g8, sg, ds = gradient_rows(g, slots, scores, o, before, n.backend)
-    groups = get_backend(n.backend).groups(offs, g8.shape[0])
-    weights = quantized_weights(w1, w2, w3, (s13, s2), n, backward=True)
-    rows, dtypes = RoutedRows(g, slots, scores.shape[0], None if before else scores), (y13.dtype, w_dtype)
-    watch = mlp_backward([(w1, s13), (w3, s13)], [(w2, s2)], offs, rows, y13)
-    d, dw13, dw2 = backward_rows((g8, sg, None), (x8, sx, None), (h8, sh), y13, weights, groups, dtypes, n, watch)
-    dx, ds_before = gradient_tokens(d, slots, scores, x, before, x_dtype, n.backend)
-    return dx, ds_before if before else ds, dw13, dw2
-
-
-@_backward.register_fake
-def _(
-    g: Tensor,
-    x: Tensor | None,
-    scores: Tensor,
-    slots: Tensor,
-    o: Tensor,
-    x8: Tensor,
-    sx: Tensor,
-    y13: Tensor,
-    h8: Tensor,
-    sh: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    s13: Tensor | None,
-    s2: Tensor | None,
-    offs: Tensor,
-    before: bool,
-    numerics: str,
-    x_dtype: torch.dtype,
-    w_dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
-    E, H, D = w1.shape
-    dw13, dw2 = g.new_empty((2, E, H, D), dtype=w_dtype), g.new_empty((E, D, H), dtype=w_dtype)
-    return g.new_empty(g.shape, dtype=x_dtype), torch.empty_like(scores), dw13, dw2
-
-
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, scores, slots, base, *weights, offs, before, numerics, _, _ = inputs  # w1, w2, w3, s13, s2
-    ctx.save_for_backward(x if before else None, scores, slots, *output[1:], *weights, offs)
-    ctx.options = before, numerics, x.dtype, weights[0].dtype
-    ctx.base_dtype = None if base is None else base.dtype
+    ctx.save_for_backward(*weights, offs, x if before else None, scores, slots, *output[1:])
+    ctx.before, ctx.numerics, ctx.dtypes = before, numerics, (output[4].dtype, weights[0].dtype)
+    ctx.x_dtype, ctx.base_dtype = x.dtype, None if base is None else base.dtype
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable
 def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
     if g is None:
         return (None,) * 14
-    dx, ds, dw13, dw2 = _backward(g.contiguous(), *ctx.saved_tensors, *ctx.options)
-    dw1, dw3 = dw13.unbind(0)
+    saved, before, backend = taken(ctx, SAVED), ctx.before, Numerics.parse(ctx.numerics).backend
+    scores, slots, offs, tokens = (saved.pop(name) for name in ("scores", "slots", "offs", "x"))
     dbase = None if ctx.base_dtype is None else g.to(ctx.base_dtype)
-    return dx, ds, None, dbase, dw1, dw2, dw3, *(None,) * 7
+    rows = routed_gradient_rows(g.contiguous(), slots, scores, saved.pop("o"), saved["w1"], offs, before, backend)
+    saved["g8"], saved["sg"], ds = rows
+    saved["g"] = saved["x"] = None
+    del rows
+
+    def send(d: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient_tokens(d, slots, scores, tokens, before, ctx.x_dtype, backend)
+
+    tables = get_backend(backend).groups(offs, scores.shape[0]).tables
+    (dx, ds_before), dw1, dw2, dw3 = mlp_gradients(saved, tables, ctx.numerics, ctx.dtypes, send)
+    return dx, ds_before if before else ds, None, dbase, dw1, dw2, dw3, *(None,) * 7
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

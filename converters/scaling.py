@@ -9,6 +9,7 @@ With powers of two, re-scaling is exact but for new subnormals, so tokenwise nee
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,29 +35,22 @@ def op_key(numerics: Numerics, *weights: Tensor) -> str:
     return replace(numerics, temporary=True).key if temporary else numerics.key
 
 
-def wgrad_operands(a: Rows, b: Rows, groups: object, numerics: Numerics) -> list:
-    """The two sides of a weight gradient as its GEMM takes them: a of [M, N] (dY), b of [M, K] (X)."""
+def wgrad_operand(rows: Rows, groups: object, numerics: Numerics) -> Any:
+    """One side of a weight gradient as its GEMM takes it: the backend's WgradOperand, or high precision [M, D]."""
+    backend, (q, scale, hp) = get_backend(numerics.backend), rows
+    if numerics.wgrad == "bf16":
+        return hp
+    return backend.wgrad_operand_hp(hp, groups) if numerics.wgrad_from_hp else backend.wgrad_operand(q, scale, groups)
+
+
+def wgrad_gemm(a: Any, b: Any, groups: object, out_dtype: torch.dtype, numerics: Numerics) -> Tensor:
+    """dW [E, N, K] from its two sides as `wgrad_operand` gives them: a of [M, N] (dY), b of [M, K] (X)."""
     backend = get_backend(numerics.backend)
     if numerics.wgrad == "bf16":
-        return [a[2], b[2]]
-    if numerics.wgrad_from_hp:
-        return [backend.wgrad_operand_hp(side[2], groups) for side in (a, b)]
-    return [backend.wgrad_operand(side[0], side[1], groups) for side in (a, b)]
-
-
-def wgrad_gemm(operands: list, groups: object, out_dtype: torch.dtype, numerics: Numerics, parts: int = 1) -> Tensor:
-    """dW [E, N, K] from `wgrad_operands`.
-
-    parts 2: [2, E, N / 2, K], the gradients of w1 and w3 from one GEMM, each contiguous: autograd would copy anything
-    else.
-    """
-    backend = get_backend(numerics.backend)
-    if numerics.wgrad == "bf16":
-        dw = backend.gemm_wgrad_hp(*operands, groups, out_dtype)
-        return dw if parts == 1 else torch.stack(dw.chunk(parts, dim=1))
-    return backend.gemm_wgrad(*operands, groups, out_dtype, numerics.accumulate, parts=parts)
+        return backend.gemm_wgrad_hp(a, b, groups, out_dtype)
+    return backend.gemm_wgrad(a, b, groups, out_dtype, numerics.accumulate)
 
 
 def wgrad(a: Rows, b: Rows, groups: object, out_dtype: torch.dtype, numerics: Numerics) -> Tensor:
-    """dW [E, N, K] from its two sides."""
-    return wgrad_gemm(wgrad_operands(a, b, groups, numerics), groups, out_dtype, numerics)
+    """dW [E, N, K] from the rows of its two sides."""
+    return wgrad_gemm(*(wgrad_operand(side, groups, numerics) for side in (a, b)), groups, out_dtype, numerics)

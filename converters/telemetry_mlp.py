@@ -10,12 +10,11 @@ reference starts from that, or the figure is left out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from converters.backends.reference import QuantizedWeight, dswiglu, swiglu
+from converters.backends.reference import QuantizedWeight, swiglu
 from converters.telemetry import Tap, open_tap, tap_of
 from converters.telemetry_rows import PlainRows, Rows, amax_of_rows
 from converters.telemetry_stats import (
@@ -37,7 +36,7 @@ Parts = list[tuple[Tensor, Tensor | None]]  # of a weight, along N: [E, N_i, K],
 Weights = tuple[Callable[[], QuantizedWeight], Callable[[], QuantizedWeight]]
 
 
-def _at(quantized: Quantized, sample: Sample) -> Quantized:
+def sampled(quantized: Quantized, sample: Sample) -> Quantized:
     """The sampled rows, with a scale that broadcasts."""
     q, scale = quantized
     if scale.dim() and scale.shape[0] == q.shape[0]:
@@ -49,7 +48,7 @@ def _at(quantized: Quantized, sample: Sample) -> Quantized:
 def see_rows(tap: Tap, key: str, x: Rows, quantized: Quantized, offs: Tensor) -> None:
     """Measures an operand whose rows x exist in high precision; offs: ends of the groups."""
     sample = sample_rows(offs, quantized[0].shape[0])
-    tap.add(key, operand(x.take(sample.rows), *_at(quantized, sample), sample.valid, x.amax(offs)))
+    tap.add(key, operand(x.take(sample.rows), *sampled(quantized, sample), sample.valid, x.amax(offs)))
 
 
 def see_weight(tap: Tap, key: str, parts: Parts, weight: QuantizedWeight, label: str | None = None) -> None:
@@ -72,9 +71,14 @@ def see_shard(tap: Tap, data: Tensor, q: Tensor, scale: Tensor) -> None:
         see_weight(tap, "w", [(data, None)], weight, tap.name)
 
 
-def _open_mlp(w1: Tensor, what: str) -> Tap | None:
+def open_mlp(w1: Tensor, what: str) -> Tap | None:
+    """The tap of the MLP that has w1, if pass `what` of it is to be measured now."""
+    return mlp_tap(w1) if open_tap(w1, what) is not None else None
+
+
+def mlp_tap(w1: Tensor) -> Tap | None:
     """An MLP is shown under its own name, not that of w1."""
-    tap = open_tap(w1, what)
+    tap = tap_of(w1)
     if tap is not None:
         tap.label = tap.name.removesuffix(".w1")
     return tap
@@ -82,13 +86,18 @@ def _open_mlp(w1: Tensor, what: str) -> Tap | None:
 
 def sent_rows(w1: Tensor, key: str, x: Rows, quantized: Quantized) -> None:
     """Measures rows that leave for their experts in FP8: x, or g (the gradient). w1: of this rank's experts."""
-    if (tap := _open_mlp(w1, f"sent {key}")) is not None:
+    if (tap := open_mlp(w1, f"sent {key}")) is not None:
         rows = torch.full((1,), quantized[0].shape[0], device=quantized[0].device)
         see_rows(tap, key, x, quantized, rows)
 
 
 def _values(w: Tensor, scale: Tensor | None) -> Tensor:
     return w.float() if scale is None else w.float() * scale.view(-1, 1, 1)
+
+
+def parts_of(weights: list[Tensor], scale: Tensor | None) -> Parts:
+    """Weights [E, N_i, K], or [N_i, K] as of one expert, as they are measured."""
+    return [(w if w.dim() == 3 else w.unsqueeze(0), scale) for w in weights]
 
 
 def _sizes(parts: Parts) -> list[int]:
@@ -100,7 +109,7 @@ def _rows_of(parts: Parts) -> Tensor:
     return torch.cat([_values(w[:, :: stride(w.shape[1])], scale) for w, scale in parts], dim=1)
 
 
-def _columns_of(parts: Parts) -> Tensor:
+def columns_of(parts: Parts) -> Tensor:
     """Some columns of a weight, the rows of its transpose: float32 [E, C, N]."""
     return torch.cat([_values(w[:, :, :: stride(w.shape[2])], scale) for w, scale in parts], dim=1).transpose(1, 2)
 
@@ -117,11 +126,11 @@ def mlp_forward(
     out: Tensor,
 ) -> bool:
     """To be called at the end of the forward. x None: the rows are here in FP8 only. -> Whether it was measured."""
-    if (tap := _open_mlp(w13[0][0], "forward")) is None:
+    if (tap := open_mlp(w13[0][0], "forward")) is None:
         return False
     sample = sample_rows(offs, y13.shape[0])
     thin = sample.thinned(GEMM_ROWS)
-    tap.add("h", operand(swiglu(y13[sample.rows]), *_at(h8, sample), sample.valid))
+    tap.add("h", operand(swiglu(y13[sample.rows]), *sampled(h8, sample), sample.valid))
     tap.add("out", gemm(swiglu(y13[thin.rows]), _rows_of(w2), columns(out[thin.rows]), thin))
     if x is not None:
         see_rows(tap, "x", x, x8, offs)
@@ -139,47 +148,8 @@ def _see_weights(tap: Tap, w13: Parts, w2: Parts, weights: Weights) -> None:
 
 def mlp_weights_again(w13: Parts, w2: Parts, weights: Weights) -> None:
     """The weights of a second micro-batch, added to those of the first: does what is cached still have its scale?"""
-    if torch._C._current_graph_task_id() == -1 and (tap := _open_mlp(w13[0][0], "again")) is not None:
+    if torch._C._current_graph_task_id() == -1 and (tap := open_mlp(w13[0][0], "again")) is not None:
         _see_weights(tap, w13, w2, weights)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MLPBackward:
-    """Measures one backward of the expert MLP. g None: the gradient is here in FP8 only."""
-
-    tap: Tap
-    offs: Tensor
-    w13: Parts
-    w2: Parts
-    g: Rows | None
-    y13: Tensor
-
-    def see_dy13(self, dh: Tensor, dy8: Quantized) -> None:
-        """To be called while dh [M, H] is alive."""
-        sample = sample_rows(self.offs, dh.shape[0])
-        thin = sample.thinned(GEMM_ROWS)
-        self.tap.add("dy13", operand(dswiglu(dh[sample.rows], self.y13[sample.rows]), *_at(dy8, sample), sample.valid))
-        if self.g is not None:
-            self.tap.add("dh", gemm(self.g.take(thin.rows), _columns_of(self.w2), columns(dh[thin.rows]), thin))
-        self.tap.keep("dy13", dswiglu(dh[thin.rows], self.y13[thin.rows]))
-        self.tap.keep("dy13 columns", dswiglu(columns(dh), columns(self.y13, _sizes(self.w13))))
-
-    def see_results(self, g8: Quantized, sx: Tensor, dx: Tensor, dw13: Tensor, dw2: Tensor) -> None:
-        """To be called at the end: dx [M, D], dw13 [2, E, H, D], dw2 [E, D, H]; sx: the scale of x in the forward."""
-        tap, thin = self.tap, sample_rows(self.offs, dx.shape[0]).thinned(GEMM_ROWS)
-        tap.add("dx", gemm(tap.recall("dy13"), _columns_of(self.w13), columns(dx[thin.rows]), thin))
-        x, dy13 = tap.recall("x", sx), tap.recall("dy13 columns")
-        if x is not None:
-            tap.add("dw13", wgrad(dy13, x, list(dw13.unbind(0)), self.offs))
-        if self.g is not None:
-            see_rows(tap, "g", self.g, g8, self.offs)
-            tap.add("dw2", wgrad(self.g.some_columns(), swiglu(columns(self.y13, _sizes(self.w13))), [dw2], self.offs))
-
-
-def mlp_backward(w13: Parts, w2: Parts, offs: Tensor, g: Rows | None, y13: Tensor) -> MLPBackward | None:
-    """What watches this backward, if it is to be watched."""
-    tap = _open_mlp(w13[0][0], "backward")
-    return None if tap is None else MLPBackward(tap=tap, offs=offs, w13=w13, w2=w2, g=g, y13=y13)
 
 
 def gemm_forward(
@@ -206,7 +176,7 @@ def gemm_backward(w: Parts, offs: Tensor, g: Tensor, g8: Quantized, sx: Tensor, 
         return
     thin = sample_rows(offs, g.shape[0]).thinned(GEMM_ROWS)
     see_rows(tap, "g", PlainRows(g), g8, offs)
-    tap.add("dx", gemm(g[thin.rows], _columns_of(w), columns(dx[thin.rows]), thin))
+    tap.add("dx", gemm(g[thin.rows], columns_of(w), columns(dx[thin.rows]), thin))
     if (x := tap.recall(_place(w), sx)) is not None:
         tap.add("dw", wgrad(columns(g, _sizes(w)), x, dw, offs))
 

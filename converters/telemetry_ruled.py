@@ -7,12 +7,12 @@ from converters.rules.formats import E4M3, Format
 from converters.rules.ragged import Ragged
 from converters.rules.rule import Operand, Rule
 from converters.telemetry import is_measured
+from converters.telemetry_gradients import see_gradient, see_input_gradient, see_weight_gradient, watch_hidden
 from converters.telemetry_mlp import (
     Parts,
     Quantized,
     gemm_backward,
     gemm_forward,
-    mlp_backward,
     mlp_forward,
     mlp_weights_again,
 )
@@ -59,10 +59,17 @@ def ruled_mlp_backward(
     results: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """To be called at the end of the backward; results: dx, dw13 [2, E, H, D], dw2."""
-    if (watch := mlp_backward(w13, w2, rows.offs, PlainRows(g), y13)) is not None:
-        watch.see_dy13(dh, _quantized(rule.rows(dy, fmt, rows, 4), rows))
-        x8 = _quantized(rule.rows(x, E4M3, rows, 0), rows)
-        watch.see_results(_quantized(rule.rows(g, fmt, rows, 5), rows), x8[1], *results)
+    w1, (dx, dw13, dw2) = w13[0][0], results
+    if not is_measured(w1):
+        return
+    g8, dy8 = _quantized(rule.rows(g, fmt, rows, 5), rows), _quantized(rule.rows(dy, fmt, rows, 4), rows)
+    see_gradient(w1, PlainRows(g), g8, rows.offs)
+    if (watch := watch_hidden(w1, w2, rows.offs, g8[1], y13)) is not None:
+        watch.see_dh(dh)
+        watch.see_dy13(dy8)
+        see_input_gradient(w13, rows.offs, dy8[1], _quantized(rule.rows(x, E4M3, rows, 0), rows)[1], dx)
+        for key, dw in (("dw1", dw13[0]), ("dw2", dw2), ("dw3", dw13[1])):
+            see_weight_gradient(w1, key, dw, rows.offs)
 
 
 def ruled_mm_forward(rule: Rule, rows: Ragged, x: Tensor, w: Tensor, y: Tensor) -> None:

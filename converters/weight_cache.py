@@ -4,7 +4,8 @@ An entry belongs to the storage and place of the weights it was made from and ho
 writes into a weight (optimizer, checkpoint load, init) ends it. Payload and scale are one object, so a fresh scale can
 never meet an old payload: the bug that turned weights to zero elsewhere (TransformerEngine#1047). An old entry is not
 dead, though: its amax is a good guess for the next one, which the hopper backend checks on the device. Where a step
-uses a weight once (`Numerics.used_once`), each layout is dropped after its use: none is left when gradients peak.
+uses a weight once (`Numerics.used_once`), each layout is dropped after its use: none is left when gradients peak. Then
+q_t is made together with q, in one reading of the weight, unless it would be in the way until backward wants it.
 
 The one mutable state at module level in this project: custom ops receive plain tensors, so what they share must be
 reachable from here. Views of a weight, and weights that live only from an all-gather to the next reshard, are not
@@ -41,13 +42,26 @@ def quantize(weights: list[Tensor], numerics: Numerics, **options: object) -> Qu
     return backend.quantize_weight(weights, per_row=numerics.recipe == "rowwise", **options)
 
 
+def fp8_weight(
+    weights: list[Tensor], scale: Tensor | None, numerics: Numerics, *, backward: bool, both: bool = True
+) -> QuantizedWeight:
+    """Plain weights [E, N_i, K], or [N_i, K] as of one expert, joined along N: with `scale` [E] as FSDP2 gathered them
+    in FP8, else as `quantized` has them.
+    """
+    if scale is None:
+        return quantized(weights, numerics, backward=backward, both=both)
+    parts = [w if w.dim() == 3 else w.unsqueeze(0) for w in weights]
+    return get_backend(numerics.backend).join_weight(parts, scale, backward)
+
+
 def quantized(
-    weights: list[Tensor], numerics: Numerics, *, backward: bool, transposed: bool = False
+    weights: list[Tensor], numerics: Numerics, *, backward: bool, transposed: bool = False, both: bool = True
 ) -> QuantizedWeight:
     """weights [E, N_i, K], or [N_i, K] as of one expert, joined along N: from the cache while they are unchanged, if
     `numerics` allows it.
 
-    backward: whether q_t is wanted now, or q. Without the cache only that one is made.
+    backward: whether q_t is wanted now, or q. Without the cache only that one is made. both: make and keep q_t together
+    with q also where each is used once.
     transposed: they are given as [E, K, N_i]. A transposed view, or one with an expert dim, made before this would not
     share their version counters.
     """
@@ -75,7 +89,7 @@ def quantized(
         elif fresh and numerics.used_once:  # dropped after its use, and used once more
             return make(previous=previous, forward=not backward, backward=backward)
         else:
-            found = make(previous=previous)
+            found = make(previous=previous, backward=backward or both or not numerics.used_once)
             for dead in [k for k, e in _entries.items() if any(ref.expired() for ref in e.storages)]:
                 del _entries[dead]
         if found is not previous or numerics.used_once:

@@ -42,9 +42,11 @@ def run_parts(i: Inputs, weights: tuple[Any, Any], backend: Any, mark: Mark) -> 
     mark("dSwiGLU, rows of dy")
     backend.gemm_rows(dy8, sdy, w13.q_t, w13.scale_t, groups, dtype)
     mark("W13 dgrad")
-    operands = backend.wgrad_operand(dy8, sdy, groups), backend.wgrad_operand(x8, sx, groups)
+    x = backend.wgrad_operand(x8, sx, groups)
+    dys = [backend.wgrad_operand(half, sdy, groups) for half in dy8.chunk(2, dim=1)]
     mark("columns of dy, x")
-    backend.gemm_wgrad(*operands, groups, dtype, parts=2)
+    for dy in dys:
+        backend.gemm_wgrad(dy, x, groups, dtype)
     mark("dW13")
 
 

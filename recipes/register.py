@@ -8,7 +8,7 @@ import torch
 from torchtitan.models.llama4.infra import parallelize
 from torchtitan.protocols import train_spec as train_specs
 
-import converters.dense_mlp
+import converters.dense_linear
 import converters.expert_mlp
 import converters.expert_weight  # noqa: F401  (all define ops)
 from converters.registry import install
@@ -26,7 +26,6 @@ SAVED_OPS = {
     torch.ops.titan_moe_fp8.ruled_mlp.default,
     torch.ops.titan_moe_fp8.ruled_mm.default,
     torch.ops.titan_moe_fp8.dense_linear.default,
-    torch.ops.titan_moe_fp8.dense_mlp.default,
 }
 SPECS = {"llama4": llama4.train_spec, "mixtral": mixtral.train_spec, "issue1152": issue1152.train_spec}
 

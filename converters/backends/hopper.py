@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from converters.backends.reference import QuantizedWeight
+from converters.backends.reference import FP8, QuantizedWeight
 from converters.kernels import cols, grouped, joined, rows, shards, swiglu, weights, wgrad_hp
 from converters.kernels import groups as tables
 
@@ -25,6 +25,11 @@ class Groups:
     spans: Tensor
     tiles: Tensor
     chunks: Tensor
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """For `groups_of`: an op takes no dataclass."""
+        return [self.offs, self.spans, self.tiles, self.chunks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,12 @@ def groups(offs: Tensor, M: int) -> Groups:
     return Groups(offs=offs, M=M, spans=spans, tiles=tiles, chunks=chunks)
 
 
+def groups_of(tables: list[Tensor], M: int) -> Groups:
+    """The groups of M rows with these `Groups.tables`."""
+    offs, spans, tiles, chunks = tables
+    return Groups(offs=offs, M=M, spans=spans, tiles=tiles, chunks=chunks)
+
+
 def quantize_rows(x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [M, D] -> q [M, D], scale [M]; with index, rows x[index], negative ones zero."""
     return rows.quantize_rows(x, index)
@@ -52,12 +63,15 @@ def swiglu_rows(y13: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dswiglu_rows(dh: Tensor, y13: Tensor) -> tuple[Tensor, Tensor]:
-    """dh [M, H], y13 [M, 2H] -> q [M, 2H], scale [M]."""
-    return swiglu.dswiglu_rows(dh, y13)
+    """dh [M, H], y13 [M, 2H] -> q [M, 2H], scale [M]. dh is used up: in BF16 its memory is q's."""
+    if dh.element_size() != 2 or not dh.is_contiguous():
+        return swiglu.dswiglu_rows(dh, y13)
+    scale = swiglu.dswiglu_rows_over(dh, y13)
+    return dh.view(FP8), scale
 
 
 def wgrad_operand(q: Tensor, scale: Tensor, groups: Groups) -> WgradOperand:
-    """Row-scaled FP8 re-scaled to one scale an expert and column."""
+    """Row-scaled FP8, some columns of it too, re-scaled to one scale an expert and column."""
     out, column_scale = cols.quantize_columns(q, scale, groups.spans, groups.chunks)
     return WgradOperand(q=out, scale=column_scale)
 
@@ -129,12 +143,11 @@ def gemm_rows(
 
 
 def gemm_wgrad(
-    a: WgradOperand, b: WgradOperand, groups: Groups, out_dtype: torch.dtype, accumulate: str = "fast", parts: int = 1
+    a: WgradOperand, b: WgradOperand, groups: Groups, out_dtype: torch.dtype, accumulate: str = "fast"
 ) -> Tensor:
-    """a of [M, N], b of [M, K] -> dw [E, N, K], or [parts, E, N / parts, K]; an empty expert gets zeros."""
+    """a of [M, N], b of [M, K] -> dw [E, N, K]; an empty expert gets zeros."""
     precise = accumulate == "precise"
-    dw = grouped.gemm_wgrad(a.q, a.scale, b.q, b.scale, groups.spans, groups.M, parts, out_dtype, precise)
-    return dw[0] if parts == 1 else dw
+    return grouped.gemm_wgrad(a.q, a.scale, b.q, b.scale, groups.spans, groups.M, out_dtype, precise)
 
 
 def gemm_wgrad_hp(a: Tensor, b: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tensor:

@@ -16,9 +16,7 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-AMAX_FLOOR = (
-    1e-30  # an all-zero row gets a finite scale; a higher floor (1e-12, 1e-4 elsewhere) flushes small gradients
-)
+AMAX_FLOOR = 1e-30  # all-zero rows get a finite scale; a higher floor (1e-12, 1e-4 elsewhere) flushes small gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +24,11 @@ class Groups:
     """Which rows belong to which expert. offs: int32 [E], ends of the groups; rows past the last end are nobody's."""
 
     offs: Tensor
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """For `groups_of`: an op takes no dataclass."""
+        return [self.offs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,11 @@ def groups(offs: Tensor, M: int) -> Groups:
     return Groups(offs=offs)
 
 
+def groups_of(tables: list[Tensor], M: int) -> Groups:
+    """The groups of M rows with these `Groups.tables`."""
+    return Groups(offs=tables[0])
+
+
 def _spans(offs: Tensor) -> list[tuple[int, int]]:
     ends = offs.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
@@ -108,7 +116,7 @@ def swiglu_rows(y13: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dswiglu_rows(dh: Tensor, y13: Tensor) -> tuple[Tensor, Tensor]:
-    """dh [M, H], y13 [M, 2H] -> q [M, 2H], scale [M]: one scale over both halves, they share a contraction."""
+    """dh [M, H], y13 [M, 2H] -> q [M, 2H], scale [M] over both halves. dh is used up: a backend may write q over it."""
     return quantize_rows(dswiglu(dh, y13))
 
 
@@ -193,8 +201,7 @@ def gemm_rows(
 ) -> Tensor:
     """y[m] = (q[m] * scale[m]) @ (w_q[e] * w_scale[e])^T for the rows m of expert e.
 
-    q [M, K], scale [M], w_q [E, N, K], w_scale [E] or [E, N] -> [M, N]; rows of no group are zero. Always accumulates
-    in float32, so `accumulate` changes nothing here.
+    q [M, K], scale [M], w_q [E, N, K], w_scale [E] or [E, N] -> [M, N]; rows of no group: 0. Sums are always float32.
     """
     return _rows_times_weights(q, scale, w_q, w_scale.view(w_q.shape[0], -1), groups.offs, out_dtype)
 
@@ -217,17 +224,11 @@ def _(q: Tensor, scale: Tensor, w_q: Tensor, w_scale: Tensor, offs: Tensor, out_
 
 
 def gemm_wgrad(
-    a: WgradOperand,
-    b: WgradOperand,
-    groups: Groups,
-    out_dtype: torch.dtype,
-    accumulate: str = "fast",
-    parts: int = 1,
+    a: WgradOperand, b: WgradOperand, groups: Groups, out_dtype: torch.dtype, accumulate: str = "fast"
 ) -> Tensor:
-    """dw[e] = a_e^T @ b_e, zeros for no rows: a of [M, N], b of [M, K] -> [E, N, K] ([parts, E, N / parts, K])."""
+    """dw[e] = a_e^T @ b_e, zeros for no rows: a of [M, N], b of [M, K] -> [E, N, K]."""
     dw = _rows_contracted(a.q, b.q, groups.offs, torch.float32)
-    dw = (dw * a.scale[:, :, None] * b.scale[:, None, :]).to(out_dtype)
-    return dw if parts == 1 else torch.stack(dw.chunk(parts, dim=1))
+    return (dw * a.scale[:, :, None] * b.scale[:, None, :]).to(out_dtype)
 
 
 def gemm_wgrad_hp(a: Tensor, b: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tensor:

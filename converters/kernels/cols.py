@@ -23,11 +23,11 @@ CAST = {"COLUMNS": 128, "num_warps": 4}
 
 
 @triton.jit
-def _load_quarter(x, row_scale, r, end, c, D, SCALED: tl.constexpr):
+def _load_quarter(x, row_scale, r, end, c, D, stride, SCALED: tl.constexpr):
     """Every fourth row of a tile: r [TILE / 4], c [columns] -> float32."""
     rows = r < end
     inside = rows[:, None] & (c < D)[None, :]
-    v = tl.load(x + r[:, None].to(tl.int64) * D + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(x + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
     if SCALED:
         v = v * tl.load(row_scale + r, mask=rows, other=0.0)[:, None]
     return v
@@ -40,7 +40,7 @@ def _larger(a, b):
 
 @triton.jit
 def _amax_kernel(
-    x, row_scale, amax, spans, chunks, D, E,
+    x, row_scale, amax, spans, chunks, D, stride, E,
     TILE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1)
@@ -51,17 +51,17 @@ def _amax_kernel(
         top = tl.zeros((TILE // 4, COLUMNS), tl.float32)
         for r0 in range(begin, end, TILE):
             r = r0 + 4 * tl.arange(0, TILE // 4)
-            v0 = _load_quarter(x, row_scale, r, end, c, D, SCALED)
-            v1 = _load_quarter(x, row_scale, r + 1, end, c, D, SCALED)
-            v2 = _load_quarter(x, row_scale, r + 2, end, c, D, SCALED)
-            v3 = _load_quarter(x, row_scale, r + 3, end, c, D, SCALED)
+            v0 = _load_quarter(x, row_scale, r, end, c, D, stride, SCALED)
+            v1 = _load_quarter(x, row_scale, r + 1, end, c, D, stride, SCALED)
+            v2 = _load_quarter(x, row_scale, r + 2, end, c, D, stride, SCALED)
+            v3 = _load_quarter(x, row_scale, r + 3, end, c, D, stride, SCALED)
             top = _larger(top, _larger(_larger(v0, v1), _larger(v2, v3)))
         tl.atomic_max(amax + e.to(tl.int64) * D + c, tl.max(abs_bits(top), 0), mask=c < D)
 
 
 @triton.jit
 def _cast_kernel(
-    x, row_scale, amax, q, scale, spans, chunks, D, P4, E,
+    x, row_scale, amax, q, scale, spans, chunks, D, stride, P4, E,
     TILE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """q is int32 [D, P4], P4 = P / 4: a word is four rows of a column. Last chunk first: L2 still has it."""
@@ -79,10 +79,10 @@ def _cast_kernel(
         # k * TILE, not a row counter: the compiler must see that stores are aligned, or it makes them word by word
         for k in range(tl.cdiv(end - begin, TILE)):
             r = begin + k * TILE + 4 * word
-            v0 = _load_quarter(x, row_scale, r, end, c, D, SCALED) * inverse[None, :]
-            v1 = _load_quarter(x, row_scale, r + 1, end, c, D, SCALED) * inverse[None, :]
-            v2 = _load_quarter(x, row_scale, r + 2, end, c, D, SCALED) * inverse[None, :]
-            v3 = _load_quarter(x, row_scale, r + 3, end, c, D, SCALED) * inverse[None, :]
+            v0 = _load_quarter(x, row_scale, r, end, c, D, stride, SCALED) * inverse[None, :]
+            v1 = _load_quarter(x, row_scale, r + 1, end, c, D, stride, SCALED) * inverse[None, :]
+            v2 = _load_quarter(x, row_scale, r + 2, end, c, D, stride, SCALED) * inverse[None, :]
+            v3 = _load_quarter(x, row_scale, r + 3, end, c, D, stride, SCALED) * inverse[None, :]
             tl.store(to + k * (TILE // 4), tl.trans(pack_e4m3(v0, v1, v2, v3)), mask=(c < D)[:, None])
 
 
@@ -96,15 +96,17 @@ def _empty_columns(x: Tensor, row_scale: Tensor | None, spans: Tensor, chunks: T
 def quantize_columns(x: Tensor, row_scale: Tensor | None, spans: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, D], E4M3 with row_scale [M], or any float dtype with None -> q [D, P] E4M3, scale [E, D] bfloat16.
 
+    x may be some columns of a wider tensor: its rows need not follow each other.
     A power of two is exact in bfloat16. The scales of an expert without rows are not written: nothing may read them.
     """
     q, scale = _empty_columns(x, row_scale, spans, chunks)
-    x, (E, D), scaled = x.contiguous(), scale.shape, row_scale is not None
+    x, (E, D), scaled = x if x.stride(1) == 1 else x.contiguous(), scale.shape, row_scale is not None
     amax = torch.zeros(scale.shape, dtype=torch.int32, device=x.device)
     sizes = {"TILE": TILE, "CHUNK": CHUNK, "SCALED": scaled}
     C, P4 = max_chunks(x.shape[0], E), q.shape[1] // 4
     grid = (triton.cdiv(D, AMAX["COLUMNS"]), C)
-    _amax_kernel[grid](x, row_scale, amax, spans, chunks, D, E, **sizes, **AMAX)
+    _amax_kernel[grid](x, row_scale, amax, spans, chunks, D, x.stride(0), E, **sizes, **AMAX)
     grid = (triton.cdiv(D, CAST["COLUMNS"]), C)
-    _cast_kernel[grid](x, row_scale, amax, q.view(torch.int32), scale, spans, chunks, D, P4, E, **sizes, **CAST)
+    words = q.view(torch.int32)
+    _cast_kernel[grid](x, row_scale, amax, words, scale, spans, chunks, D, x.stride(0), P4, E, **sizes, **CAST)
     return q, scale

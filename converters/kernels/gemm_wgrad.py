@@ -20,20 +20,19 @@ from converters.kernels.gemm import (
 
 
 @gluon.jit
-def _wgrad_tile(t, spans, E, NP, K, order, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
-    """Expert, part, first row in the part, first column, first padded column of the operands, rows of the group."""
-    down = gl.cdiv(NP, BM) * PARTS
+def _wgrad_tile(t, spans, E, N, K, order, BM: gl.constexpr, BN: gl.constexpr):
+    """Expert, first row, first column, first padded column of the operands, rows of the group."""
+    down = gl.cdiv(N, BM)
     across = gl.cdiv(K, BN)
     t = gl.minimum(t, E * down * across - 1)
     e = t // (down * across)
     i, j = place(t - e * down * across, down, across, order)
-    part = 0 * e if PARTS == 1 else i // gl.cdiv(NP, BM)
     size = gl.load(spans + e * 4 + 1) - gl.load(spans + e * 4)
-    return e, part, (i - part * gl.cdiv(NP, BM)) * BM, j * BN, gl.load(spans + e * 4 + 2) * 128, size
+    return e, i * BM, j * BN, gl.load(spans + e * 4 + 2) * 128, size
 
 
 @gluon.jit
-def _load_wgrad(ad, bd, ring, spans, E, NP, K, order, PARTS: gl.constexpr, PROGRAMS: gl.constexpr):
+def _load_wgrad(ad, bd, ring, spans, E, N, K, order, PROGRAMS: gl.constexpr):
     a_bufs, b_bufs, full, empty = ring
     STAGES: gl.constexpr = b_bufs.shape[0]
     BM: gl.constexpr = WGS * ROWS
@@ -41,62 +40,62 @@ def _load_wgrad(ad, bd, ring, spans, E, NP, K, order, PARTS: gl.constexpr, PROGR
     BK: gl.constexpr = b_bufs.shape[2]
     stage = 0
     phase = 1
-    for t in range(gl.program_id(0), E * PARTS * gl.cdiv(NP, BM) * gl.cdiv(K, BN), PROGRAMS):
-        _, part, n, k, token, size = _wgrad_tile(t, spans, E, NP, K, order, PARTS, BM, BN)
+    for t in range(gl.program_id(0), E * gl.cdiv(N, BM) * gl.cdiv(K, BN), PROGRAMS):
+        _, n, k, token, size = _wgrad_tile(t, spans, E, N, K, order, BM, BN)
         for i in range(gl.cdiv(size, BK)):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             mbarrier.expect(bar, (BM + BN) * BK)
             async_load(bd, [k, token + i * BK], bar, b_bufs.index(stage))
             for wg in gl.static_range(WGS):
-                async_load(ad, [part * NP + n + wg * ROWS, token + i * BK], bar, a_bufs.index(stage * WGS + wg))
+                async_load(ad, [n + wg * ROWS, token + i * BK], bar, a_bufs.index(stage * WGS + wg))
             stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
-def _compute_wgrad(work, WG: gl.constexpr, PARTS: gl.constexpr, PROGRAMS: gl.constexpr, PRECISE: gl.constexpr):
-    od, dw, a_scale, b_scale, out, ring, spans, E, NP, K, order = work
+def _compute_wgrad(work, WG: gl.constexpr, PROGRAMS: gl.constexpr, PRECISE: gl.constexpr):
+    od, dw, a_scale, b_scale, out, ring, spans, E, N, K, order = work
     BM: gl.constexpr = WGS * ROWS
     BN: gl.constexpr = ring[1].shape[1]
     BK: gl.constexpr = ring[1].shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
     stage = 0
     phase = 0
-    e, part, n, k, _, size = _wgrad_tile(gl.program_id(0), spans, E, NP, K, order, PARTS, BM, BN)
-    for t in range(gl.program_id(0), E * PARTS * gl.cdiv(NP, BM) * gl.cdiv(K, BN), PROGRAMS):
+    e, n, k, _, size = _wgrad_tile(gl.program_id(0), spans, E, N, K, order, BM, BN)
+    for t in range(gl.program_id(0), E * gl.cdiv(N, BM) * gl.cdiv(K, BN), PROGRAMS):
         n += WG * ROWS
         steps = gl.cdiv(size, BK)
-        if n < NP:
+        if n < N:
             acc, stage, phase = multiply(ring, steps, stage, phase, WG, layout, PRECISE)
             # while the last product is in flight: the scales, and where the next tile is
-            sa, sb = a_scale + e.to(gl.int64) * NP * PARTS + part * NP + n, b_scale + e.to(gl.int64) * K
-            touch((sa).cast(gl.pointer_type(gl.int32), bitcast=True), gl.minimum(NP - n, ROWS) // 2)
+            sa, sb = a_scale + e.to(gl.int64) * N + n, b_scale + e.to(gl.int64) * K
+            touch((sa).cast(gl.pointer_type(gl.int32), bitcast=True), gl.minimum(N - n, ROWS) // 2)
             touch((sb + k).cast(gl.pointer_type(gl.int32), bitcast=True), gl.minimum(K - k, BN) // 2)
-            first, left, column = (part * E + e) * NP + n, NP - n, k
-            e, part, n, k, _, size = _wgrad_tile(t + PROGRAMS, spans, E, NP, K, order, PARTS, BM, BN)
+            first, left, column = e * N + n, N - n, k
+            e, n, k, _, size = _wgrad_tile(t + PROGRAMS, spans, E, N, K, order, BM, BN)
             acc = finish(acc, ring, steps, stage, PRECISE)
             emit_all(acc, (od, dw, out.index(WG)), sa, sb, first, column, left, K, steps, True)
         else:
             stage, phase = skip(ring, steps, stage, phase)
-            e, part, n, k, _, size = _wgrad_tile(t + PROGRAMS, spans, E, NP, K, order, PARTS, BM, BN)
+            e, n, k, _, size = _wgrad_tile(t + PROGRAMS, spans, E, N, K, order, BM, BN)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["E", "order"])
 def wgrad_kernel(
-    ad, bd, od, dw, a_scale, b_scale, spans, E, NP, K, order, PARTS: gl.constexpr,
+    ad, bd, od, dw, a_scale, b_scale, spans, E, N, K, order,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
     PROGRAMS: gl.constexpr, PRECISE: gl.constexpr,
 ):  # fmt: skip
-    """dw[part, e][NP, K] = (a[part * NP .., tokens of e] * a_scale[e]) @ (b[K, tokens of e] * b_scale[e])^T."""
+    """dw[e][N, K] = (a[N, tokens of e] * a_scale[e]) @ (b[K, tokens of e] * b_scale[e])^T."""
     ring = make_ring(ad.dtype, BN, BK, STAGES)
     out = gl.allocate_shared_memory(od.dtype, [WGS, ROWS, BN // PIECES], od.layout)
-    work = (od, dw, a_scale, b_scale, out, ring, spans, E, NP, K, order)
+    work = (od, dw, a_scale, b_scale, out, ring, spans, E, N, K, order)
     gl.warp_specialize(
         [
-            (_compute_wgrad, (work, 0, PARTS, PROGRAMS, PRECISE)),
-            (_compute_wgrad, (work, 1, PARTS, PROGRAMS, PRECISE)),
-            (_load_wgrad, (ad, bd, ring, spans, E, NP, K, order, PARTS, PROGRAMS)),
+            (_compute_wgrad, (work, 0, PROGRAMS, PRECISE)),
+            (_compute_wgrad, (work, 1, PROGRAMS, PRECISE)),
+            (_load_wgrad, (ad, bd, ring, spans, E, N, K, order, PROGRAMS)),
         ],
         [4, 1],
         [232, 40],  # registers a thread; the first partition gets what is left of 168 * 384, 232

@@ -73,12 +73,10 @@ def _empty_gemm_wgrad(
     b_scale: Tensor,
     spans: Tensor,
     M: int,
-    parts: int,
     out_dtype: torch.dtype,
     precise: bool,
 ) -> Tensor:
-    E = spans.shape[0] - 1
-    return a.new_empty((parts, E, a.shape[0] // parts, b.shape[0]), dtype=out_dtype)
+    return a.new_empty((spans.shape[0] - 1, a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 @operator(_empty_gemm_wgrad)
@@ -89,23 +87,21 @@ def gemm_wgrad(
     b_scale: Tensor,
     spans: Tensor,
     M: int,
-    parts: int,
     out_dtype: torch.dtype,
     precise: bool,
 ) -> Tensor:
-    """a [N, P], a_scale [E, N], b [K, P], b_scale [E, K] -> dw [parts, E, N / parts, K].
+    """a [N, P], a_scale [E, N], b [K, P], b_scale [E, K] -> dw [E, N, K].
 
-    parts: 2 keeps the gradients of w1 and w3, one GEMM, two contiguous tensors: autograd would copy anything else.
     M: rows before padding, for the choice of a tile. An expert without rows gets zeros.
     """
-    dw = _empty_gemm_wgrad(a, a_scale, b, b_scale, spans, M, parts, out_dtype, precise)
-    _, E, NP, K = dw.shape
+    dw = _empty_gemm_wgrad(a, a_scale, b, b_scale, spans, M, out_dtype, precise)
+    E, N, K = dw.shape
     if M == 0:
         return dw.zero_()
-    tile = wgrad_tile(M, NP * parts, K, E, dw.itemsize, precise)
+    tile = wgrad_tile(M, N, K, E, dw.itemsize, precise)
     wgrad_kernel[(programs(a.device),)](
         _descriptor(a, ROWS, BK), _descriptor(b, tile.bn, BK), _descriptor(dw, ROWS, tile.bn // tile.pieces),
-        dw, a_scale, b_scale, spans, E, NP, K, tile.order, PARTS=parts,
+        dw, a_scale, b_scale, spans, E, N, K, tile.order,
         BN=tile.bn, BK=BK, STAGES=tile.stages, PIECES=tile.pieces, PROGRAMS=programs(a.device),
         PRECISE=precise, num_warps=4,
     )  # fmt: skip

@@ -3,6 +3,9 @@
     h  = silu(a) * b                    y13 [M, 2H] = a | b      q [M, H]     5 bytes an element of h
     da = dh * b * sig * (1 + a * (1 - sig)),  db = dh * a * sig  q [M, 2H]    8 bytes an element of h
 
+A row of dh in BF16 has as many bytes as its row of q, so q may be written over dh: a program has read all of its row
+before it stores, since the scale depends on all of it.
+
 One program holds one row, at most 32768 elements of h: H = 14336 (Mixtral) takes 16 warps without spilling.
 """
 
@@ -65,11 +68,27 @@ def _empty_dswiglu(dh: Tensor, y13: Tensor) -> tuple[Tensor, Tensor]:
     return y13.new_empty(y13.shape, dtype=torch.float8_e4m3fn), y13.new_empty(y13.shape[0], dtype=torch.float32)
 
 
+def _fill_dswiglu(dh: Tensor, y13: Tensor, q: Tensor, scale: Tensor) -> None:
+    M, H = dh.shape
+    if M:
+        _dswiglu_kernel[(M,)](dh, y13, q, scale, H, BLOCK=triton.next_power_of_2(H), num_warps=16)
+
+
 @operator(_empty_dswiglu)
 def dswiglu_rows(dh: Tensor, y13: Tensor) -> tuple[Tensor, Tensor]:
     """dh [M, H], y13 [M, 2H] -> q [M, 2H] E4M3, scale [M]: gradient of SwiGLU, one scale over both halves of a row."""
     q, scale = _empty_dswiglu(dh, y13)
-    dh, y13, (M, H) = dh.contiguous(), y13.contiguous(), dh.shape
-    if M:
-        _dswiglu_kernel[(M,)](dh, y13, q, scale, H, BLOCK=triton.next_power_of_2(H), num_warps=16)
+    _fill_dswiglu(dh.contiguous(), y13.contiguous(), q, scale)
     return q, scale
+
+
+def _empty_scale(dh: Tensor, y13: Tensor) -> Tensor:
+    return y13.new_empty(y13.shape[0], dtype=torch.float32)
+
+
+@operator(_empty_scale, mutates_args=("dh",))
+def dswiglu_rows_over(dh: Tensor, y13: Tensor) -> Tensor:
+    """The same for a contiguous dh of two bytes an element, which becomes q [M, 2H] (`dh.view(float8_e4m3fn)`)."""
+    scale = _empty_scale(dh, y13)
+    _fill_dswiglu(dh, y13.contiguous(), dh.view(torch.float8_e4m3fn), scale)
+    return scale

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from converters.backends import hopper, reference, reference_tokens
-from converters.kernels import tokens, weights
+from converters.kernels import swiglu, tokens, weights
 
 SIZES, M = [44, 1, 7, 0, 133, 64], 270  # uneven, empty, over a tile, 21 rows of nobody
 
@@ -78,12 +78,17 @@ def check_gathered_rows() -> None:
 def check_swiglu() -> None:
     """SwiGLU and its gradient. The interpreter computes the sigmoid as torch does."""
     y13, dh = torch.randn(20, 96).bfloat16(), torch.randn(20, 48).bfloat16()
+    over = dh.clone()
+    in_place = hopper.dswiglu_rows(over, y13)
     for ours, theirs in (
         (hopper.swiglu_rows(y13), reference.swiglu_rows(y13)),
-        (hopper.dswiglu_rows(dh, y13), reference.dswiglu_rows(dh, y13)),
+        (in_place, reference.dswiglu_rows(dh, y13)),
     ):
         found, expected = (q.float() * s[:, None] for q, s in (ours, theirs))
         assert (found - expected).norm() <= 1e-3 * expected.norm()
+    assert in_place[0].data_ptr() == over.data_ptr()
+    for ours, other in zip(in_place, swiglu.dswiglu_rows(dh, y13), strict=True):
+        _same(ours, other)
 
 
 def _untransposed(q: Tensor, g: hopper.Groups) -> Tensor:
@@ -108,6 +113,21 @@ def check_columns() -> None:
     ):
         _same(_untransposed(ours.q, g), theirs.q)
         _same(ours.scale[live].float(), theirs.scale[live])
+
+
+def check_some_columns() -> None:
+    """Halves of the columns of a tensor, as they lie: what they are in the operand of all columns."""
+    x = torch.randn(M, 96).bfloat16()
+    g = hopper.groups(_offs(), M)
+    q, s = hopper.quantize_rows(x)
+    for whole, halves in (
+        (hopper.wgrad_operand(q, s, g), [hopper.wgrad_operand(h, s, g) for h in q.chunk(2, dim=1)]),
+        (hopper.wgrad_operand_hp(x, g), [hopper.wgrad_operand_hp(h, g) for h in x.chunk(2, dim=1)]),
+    ):
+        joined = torch.cat([_untransposed(h.q, g).view(torch.uint8) for h in halves], dim=1)
+        _same(joined.view(torch.float8_e4m3fn), _untransposed(whole.q, g))
+        live = torch.tensor(SIZES) > 0
+        _same(torch.cat([h.scale for h in halves], dim=1)[live], whole.scale[live])
 
 
 def check_weights() -> None:

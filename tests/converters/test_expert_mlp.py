@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from converters import expert_mlp as expert_mlp_module
-from converters import scaling, weight_cache
+from converters import mlp_gradients, scaling, weight_cache
 from converters.backends import reference
 from converters.config import SQNR_FLOOR_DB, Numerics
 from converters.expert_mlp import expert_mlp
@@ -71,7 +71,8 @@ def test_wgrad_from_high_precision_keeps_columns_far_below_their_rows(wgrad: str
 class Exact:
     """A backend that quantizes nothing, in float64: what is left is the chain rule of expert_mlp.py."""
 
-    groups = staticmethod(reference.groups)
+    groups, groups_of = staticmethod(reference.groups), staticmethod(reference.groups_of)
+    WgradOperand = reference.WgradOperand
     gemm_wgrad_hp = staticmethod(reference.gemm_wgrad_hp)
 
     @staticmethod
@@ -94,20 +95,19 @@ class Exact:
             out[begin:end] = q[begin:end] @ w[e].t()
         return out
 
-    def wgrad_operand(self, q: Tensor, _: Tensor, __: object) -> Tensor:
-        return q
+    def wgrad_operand(self, q: Tensor, _: Tensor, __: object) -> reference.WgradOperand:
+        return reference.WgradOperand(q=q.clone(), scale=q.new_ones(1))
 
-    def wgrad_operand_hp(self, x: Tensor, _: object) -> Tensor:
-        return x
+    def wgrad_operand_hp(self, x: Tensor, _: object) -> reference.WgradOperand:
+        return self.wgrad_operand(x, x, None)
 
-    def gemm_wgrad(self, a: Tensor, b: Tensor, groups: object, *_: object, parts: int = 1) -> Tensor:
-        dw = torch.stack([a[i:j].t() @ b[i:j] for i, j in reference._spans(groups.offs)])
-        return dw if parts == 1 else torch.stack(dw.chunk(parts, dim=1))
+    def gemm_wgrad(self, a: reference.WgradOperand, b: reference.WgradOperand, groups: object, *_: object) -> Tensor:
+        return torch.stack([a.q[i:j].t() @ b.q[i:j] for i, j in reference._spans(groups.offs)])
 
 
 @pytest.mark.parametrize("wgrad", ["fp8", "fp8_columns"])
 def test_unquantized_path_passes_gradcheck(wgrad: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (expert_mlp_module, scaling, weight_cache):
+    for module in (expert_mlp_module, mlp_gradients, scaling, weight_cache):
         monkeypatch.setattr(module, "get_backend", lambda name: Exact())
     experts = make_experts((3, 0, 2), D=4, H=3, tail=2)
     # std 1, so that the SwiGLU is far from linear
