@@ -15,11 +15,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from datasets import Dataset, Features, Value
-from torchtitan.components.dataloader import ParallelAwareDataloader
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import JobConfig
 from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.tools.logging import logger
 
 from recipes.documents import (
@@ -93,14 +90,6 @@ def register_datasets(config: DataConfig, ranks: int = 1) -> None:
         for split, suffix in (("train", ""), ("validation", "_validation"), ("test", "_test")):
             loader = partial(load_split, name=name, split=split, config=config, ranks=ranks)
             DATASETS[name + suffix] = DatasetConfig(path=path, loader=loader, sample_processor=_text)
-
-
-def build_dataloader(
-    dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig, infinite: bool = True
-) -> ParallelAwareDataloader:
-    """torchtitan's text loader, after binding our datasets to this job's `[data]` and its data-parallel ranks."""
-    register_datasets(job_config.data, dp_world_size)
-    return build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
 
 
 def _text(sample: dict[str, Any]) -> str:

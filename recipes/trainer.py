@@ -1,4 +1,5 @@
-"""torchtitan's trainer; it refuses unknown converters at once, and a polite kill (SIGTERM) ends it with a checkpoint.
+"""torchtitan's trainer; it refuses unknown converters at once, does not wait for its batches (batches.py), and a polite
+kill (SIGTERM) ends it with a checkpoint.
 
 Clusters send SIGTERM before they take a machine away, and recipes/parity.py sends it at the end of its budget; the same
 command then goes on from that step. torchtitan 0.2.2 saves at fixed intervals only.
@@ -6,6 +7,7 @@ command then goes on from that step. torchtitan 0.2.2 saves at fixed intervals o
 
 import os
 import signal
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
 from torchtitan.config import JobConfig
@@ -14,6 +16,8 @@ from torchtitan.train import Trainer as TorchTitanTrainer
 
 from converters.registry import check_names
 from converters.unread_sections import check_sections
+from recipes.batches import Batch, host_batches
+from recipes.loader import Loader
 from recipes.resuming import check_resumable
 
 
@@ -59,6 +63,17 @@ class Trainer(TorchTitanTrainer):
             self.checkpointer.save(self.step)
         logger.info(f"Stopped by SIGTERM after step {self.step}: the same command goes on from there.")
         return False
+
+    def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
+        """torchtitan's batches, on the host; on their way to a GPU nobody waits for them."""
+        batches = super().batch_generator(data_iterable)
+        return host_batches(batches) if self.device.type == "cuda" else batches
+
+    def close(self) -> None:
+        """Also ends the worker that loads batches."""
+        if isinstance(loader := getattr(self, "dataloader", None), Loader):
+            loader.close()
+        super().close()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.stop_asked = True

@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import Validator
+
+from recipes.loader import check_workers, start_worker
 
 
 class _NoMasks(nn.Module):
@@ -52,7 +55,10 @@ class FixedValidator(Validator):
         super().__init__(**kwargs)
         if self.parallel_dims.cp_enabled:
             self.metrics_processor = _PerToken(self.metrics_processor, self.parallel_dims.cp)
-        self.start = copy.deepcopy(self.validation_dataloader.dataset.state_dict())
+        loader = self.validation_dataloader
+        check_workers(loader.dataset, loader.num_workers, "validation")
+        loader.worker_init_fn = start_worker
+        self.start = copy.deepcopy(loader.dataset.state_dict())
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[nn.Module]
@@ -64,7 +70,9 @@ class FixedValidator(Validator):
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Validation loss of `model_parts` at training step `step`, logged through the metrics processor."""
-        self.validation_dataloader.dataset.load_state_dict(copy.deepcopy(self.start))
+        loader = self.validation_dataloader
+        loader.dataset.load_state_dict(copy.deepcopy(self.start))
+        super(ParallelAwareDataloader, loader).load_state_dict({})  # ends workers, which would go on where they stand
         super().validate(model_parts, step)
 
 

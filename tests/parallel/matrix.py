@@ -24,7 +24,7 @@ from torchtitan.protocols import train_spec as train_specs
 from torchtitan.train import Trainer
 
 import recipes.register  # noqa: F401  (importing registers)
-from recipes.datasets import build_dataloader
+from recipes.loader import build_dataloader
 from recipes.models import llama4, mixtral
 from tests.helpers import DEVICE
 from tests.parallel.rows import BATCH, FLAVORS, SEQ_LEN, VOCAB, Row

@@ -10,9 +10,10 @@ import torch
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
-from recipes.datasets import build_dataloader, register_datasets
+from recipes.datasets import register_datasets
 from recipes.final_evaluation import FinalEvaluation, build_validator
 from recipes.job_config import DataConfig
+from recipes.loader import build_dataloader
 from recipes.run_info import perplexity
 from tests.recipes.test_loader import TOKENIZER, Recorder, job, validator
 

@@ -16,8 +16,9 @@ from torchtitan.components.validate import Validator
 from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
-from recipes.datasets import SOURCES, build_dataloader, register_datasets
+from recipes.datasets import SOURCES, register_datasets
 from recipes.job_config import DataConfig
+from recipes.loader import build_dataloader
 from recipes.validation import FixedValidator, build_validator
 from tests.helpers import DEVICE
 
@@ -154,14 +155,15 @@ def validator(config: TitanJobConfig, tokenizer: HuggingFaceTokenizer, make: typ
     )
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
 @pytest.mark.parametrize("steps", [3, -1])
 def test_validation_sees_the_same_batches_every_time(
-    steps: int, workers: int, tmp_path: Path, tokenizer: HuggingFaceTokenizer
+    steps: int, workers: int, persistent: bool, tmp_path: Path, tokenizer: HuggingFaceTokenizer
 ) -> None:
     config, model = job(tmp_path), Recorder()
     build_dataloader(1, 0, tokenizer, config)
     config.validation.steps, config.validation.dataloader.num_workers = steps, workers
+    config.validation.dataloader.persistent_workers = persistent
     validate = validator(config, tokenizer)
     seen = []
     for step in (1, 10, 20):

@@ -14,9 +14,10 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import ParallelDims
 
-from recipes.datasets import build_dataloader, register_datasets
+from recipes.datasets import register_datasets
 from recipes.final_evaluation import build_validator
 from recipes.job_config import DataConfig
+from recipes.loader import build_dataloader
 from tests.helpers import distributed
 from tests.recipes.test_loader import TOKENIZER, job
 

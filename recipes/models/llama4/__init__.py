@@ -12,8 +12,8 @@ from torchtitan.protocols.train_spec import TrainSpec
 from parallel.loss import build_loss
 from parallel.parallelize import parallelize
 from parallel.pipeline import pipeline
-from recipes.datasets import build_dataloader
 from recipes.final_evaluation import build_validator
+from recipes.loader import build_dataloader
 from recipes.models.llama4.adapter import Llama4Adapter
 from recipes.models.llama4.attention import Llama4
 from recipes.models.llama4.published import PUBLISHED

@@ -15,8 +15,8 @@ from parallel.loss import build_loss, tokens_per_step
 from parallel.parallelize import parallelize as parallelize_moe
 from parallel.parallelize import partial_gradient
 from parallel.pipeline import pipeline
-from recipes.datasets import build_dataloader
 from recipes.final_evaluation import build_validator
+from recipes.loader import build_dataloader
 from recipes.models.mixtral.adapter import MixtralAdapter
 from recipes.models.mixtral.args import MixtralModelArgs, mixtral_moe
 from recipes.models.mixtral.balance import balanced_moes
