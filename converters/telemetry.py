@@ -13,12 +13,16 @@ Beside weight_cache.py the second and last state at module level, for the same r
 """
 
 import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from converters.telemetry_stats import join
+from converters.telemetry_records import Found, Key
+
+T = TypeVar("T")
 
 _claims: "dict[int, tuple[StorageWeakRef, weakref.ref[Tap]]]" = {}
 
@@ -26,24 +30,26 @@ _claims: "dict[int, tuple[StorageWeakRef, weakref.ref[Tap]]]" = {}
 class Tap:
     """What the products with one weight measure in one step.
 
-    records: by what they are shown under and the operand or GEMM; see telemetry_stats.py. label: what they are shown
-    under; whoever measures may change it, at first it is the weight's own name.
+    found: see telemetry_records.py, which makes records of it. label: what it is shown under; whoever measures may
+    change it, at first it is the weight's own name.
     """
 
     def __init__(self, name: str) -> None:
         self.name = self.label = name
-        self.records: dict[tuple[str, str], Tensor] = {}
+        self.found: list[tuple[Key, Found]] = []
         self._kept: dict[object, tuple[Tensor, Tensor | None]] = {}
+        self._shared: dict[object, tuple[Tensor, object]] = {}
         self._done: set[object] = set()
         self.is_open = False
 
     def open(self) -> None:
         """The next passes are measured; what was measured before is dropped."""
-        self.records, self._kept, self._done, self.is_open = {}, {}, set(), True
+        self.close()
+        self.found, self.is_open = [], True
 
     def close(self) -> None:
         """Nothing more is measured."""
-        self._kept, self._done, self.is_open = {}, set(), False
+        self._kept, self._shared, self._done, self.is_open = {}, {}, set(), False
 
     def begins(self, what: object) -> bool:
         """Whether `what` is to be measured now: the first time after `open`."""
@@ -52,10 +58,16 @@ class Tap:
         self._done.add(what)
         return True
 
-    def add(self, key: str, record: Tensor, label: str | None = None) -> None:
-        """Records operand or GEMM `key`, together with what is there already."""
-        at = (label or self.label, key)
-        self.records[at] = join(self.records[at], record) if at in self.records else record
+    def add(self, key: str, rows: Found, label: str | None = None) -> None:
+        """Notes what was found of operand or GEMM `key`, beside what is there already."""
+        self.found.append(((label or self.label, key), rows))
+
+    def shared(self, what: object, offs: Tensor, make: Callable[[], T]) -> T:
+        """What `make` finds of the groups of rows that end at `offs`: once for all passes that have this tensor."""
+        key = (what, offs.data_ptr())  # nobody else's address as long as it is held here
+        if key not in self._shared:
+            self._shared[key] = (offs, make())
+        return self._shared[key][1]
 
     def keep(self, key: object, value: Tensor, mark: Tensor | None = None) -> None:
         """Keeps `value` for `recall`. mark: something that tells one micro-batch from another."""
@@ -66,8 +78,11 @@ class Tap:
         value, before = self._kept.pop(key, (None, None))
         if value is None or mark is None or before is None:
             return value
-        same = mark.shape == before.shape and ((mark == before) | mark.isnan()).all()
-        return None if same is False else torch.where(same, value, torch.nan)
+        if mark.shape != before.shape:
+            return None
+        if mark.data_ptr() == before.data_ptr():  # the tensor that was kept, as backward has it of its forward
+            return value
+        return torch.where(((mark == before) | mark.isnan()).all(), value, torch.nan)
 
 
 def claim(data: Tensor, tap: Tap) -> None:

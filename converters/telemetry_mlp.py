@@ -16,15 +16,15 @@ from torch import Tensor
 
 from converters.backends.reference import QuantizedWeight, swiglu
 from converters.telemetry import Tap, open_tap, tap_of
-from converters.telemetry_rows import PlainRows, Rows, amax_of_rows
+from converters.telemetry_rows import PlainRows, Rows
 from converters.telemetry_stats import (
-    GEMM_ROWS,
     ROWS,
+    LargestExperts,
     Sample,
     columns,
     expand_scale,
     gemm,
-    largest,
+    largest_experts,
     operand,
     sample_rows,
     stride,
@@ -45,23 +45,46 @@ def sampled(quantized: Quantized, sample: Sample) -> Quantized:
     return q, expand_scale(scale, q.shape)
 
 
-def see_rows(tap: Tap, key: str, x: Rows, quantized: Quantized, offs: Tensor) -> None:
-    """Measures an operand whose rows x exist in high precision; offs: ends of the groups."""
-    sample = sample_rows(offs, quantized[0].shape[0])
-    tap.add(key, operand(x.take(sample.rows), *sampled(quantized, sample), sample.valid, x.amax(offs)))
+def sample_of(tap: Tap, offs: Tensor, M: int) -> Sample:
+    """The rows of [M, ...] that are looked at."""
+    return tap.shared(("sample", M), offs, lambda: sample_rows(offs, M))
+
+
+def experts_of(tap: Tap, offs: Tensor, M: int) -> LargestExperts:
+    """The experts whose weight gradients are looked at."""
+    return tap.shared(("experts", M), offs, lambda: largest_experts(offs, M))
+
+
+def see_rows(tap: Tap, key: str, x: Rows, quantized: Quantized, offs: Tensor) -> Tensor:
+    """Measures an operand whose rows x exist in high precision; offs: ends of the groups. -> The sampled rows."""
+    sample = sample_of(tap, offs, quantized[0].shape[0])
+    taken = x.take(sample.rows)
+    tap.add(key, operand(taken, *sampled(quantized, sample), sample.valid, x.amax(offs)))
+    return taken
 
 
 def see_weight(tap: Tap, key: str, parts: Parts, weight: QuantizedWeight, label: str | None = None) -> None:
     """Measures a weight in high precision. weight: q [E, N, K] of all parts."""
-    at, scale = 0, expand_scale(weight.scale, weight.q.shape).expand(weight.q.shape)
+    scale = expand_scale(weight.scale, weight.q.shape)
+    varies = scale.dim() == 3 and scale.shape[1] > 1
+    at, some, rows = 0, [], []
     for w, _ in parts:
-        (N, K), step = w.shape[1:], max(1, w.shape[0] * w.shape[1] // ROWS)
-        some = slice(at, at + N, step)
-        rows = [t.reshape(-1, K) for t in (w[:, ::step], weight.q[:, some], scale[:, some])]
-        valid = torch.ones(len(rows[0]), dtype=torch.bool, device=w.device)
-        amax = amax_of_rows(w.reshape(-1, K))
-        tap.add(key, operand(*rows, valid, largest(amax, torch.ones_like(amax, dtype=torch.bool))), label)
+        N, step = w.shape[1], max(1, w.shape[0] * w.shape[1] // ROWS)
+        some.append(slice(at, at + N, step))
+        rows.append(w[:, ::step])
         at += N
+    x = _joined(rows)
+    q = _joined([weight.q[:, at].view(torch.uint8) for at in some]).view(weight.q.dtype)
+    scale = _joined([scale[:, at] for at in some]) if varies else scale
+    scale = scale.expand(*x.shape[:2], scale.shape[2] if scale.dim() == 3 else 1).flatten(0, 1)
+    amax = [torch.linalg.vector_norm(w, torch.inf) for w, _ in parts]
+    amax = amax[0] if len(amax) == 1 else torch.stack(amax).amax()
+    tap.add(key, operand(x.flatten(0, 1), q.flatten(0, 1), scale, None, amax), label)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """[E, n_i, K] -> [E, n, K]."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def see_shard(tap: Tap, data: Tensor, q: Tensor, scale: Tensor) -> None:
@@ -106,12 +129,12 @@ def _sizes(parts: Parts) -> list[int]:
 
 def _rows_of(parts: Parts) -> Tensor:
     """Some rows of a weight, as `columns(output, _sizes(parts))` picks them: float32 [E, parts * C, K]."""
-    return torch.cat([_values(w[:, :: stride(w.shape[1])], scale) for w, scale in parts], dim=1)
+    return _joined([_values(w[:, :: stride(w.shape[1])], scale) for w, scale in parts])
 
 
 def columns_of(parts: Parts) -> Tensor:
     """Some columns of a weight, the rows of its transpose: float32 [E, C, N]."""
-    return torch.cat([_values(w[:, :, :: stride(w.shape[2])], scale) for w, scale in parts], dim=1).transpose(1, 2)
+    return _joined([_values(w[:, :, :: stride(w.shape[2])], scale) for w, scale in parts]).mT
 
 
 def mlp_forward(
@@ -128,13 +151,14 @@ def mlp_forward(
     """To be called at the end of the forward. x None: the rows are here in FP8 only. -> Whether it was measured."""
     if (tap := open_mlp(w13[0][0], "forward")) is None:
         return False
-    sample = sample_rows(offs, y13.shape[0])
-    thin = sample.thinned(GEMM_ROWS)
-    tap.add("h", operand(swiglu(y13[sample.rows]), *sampled(h8, sample), sample.valid))
-    tap.add("out", gemm(swiglu(y13[thin.rows]), _rows_of(w2), columns(out[thin.rows]), thin))
+    sample = sample_of(tap, offs, y13.shape[0])
+    thin, y = sample.thin, y13[sample.rows]
+    h = swiglu(y)
+    tap.add("h", operand(h, *sampled(h8, sample), sample.valid))
+    tap.add("out", gemm(sample.thinned(h), _rows_of(w2), columns(out[thin.rows]), thin))
     if x is not None:
-        see_rows(tap, "x", x, x8, offs)
-        tap.add("y13", gemm(x.take(thin.rows), _rows_of(w13), columns(y13[thin.rows], _sizes(w13)), thin))
+        taken = sample.thinned(see_rows(tap, "x", x, x8, offs))
+        tap.add("y13", gemm(taken, _rows_of(w13), columns(sample.thinned(y), _sizes(w13)), thin))
         tap.keep("x", x.some_columns(), x8[1])
     _see_weights(tap, w13, w2, weights)
     return True
@@ -162,23 +186,23 @@ def gemm_forward(
         return
     y = y if isinstance(y, Tensor) else torch.cat(y, dim=1)
     tap.label = "+".join([tap.name, *(_last(part) for part, _ in w[1:])])
-    thin = sample_rows(offs, x.shape[0]).thinned(GEMM_ROWS)
-    see_rows(tap, "x", PlainRows(x), x8, offs)
+    sample = sample_of(tap, offs, x.shape[0])
+    taken = sample.thinned(see_rows(tap, "x", PlainRows(x), x8, offs))
     if w[0][1] is None:
         see_weight(tap, "w", w, weight)
-    tap.add("y", gemm(x[thin.rows], _rows_of(w), columns(y[thin.rows], _sizes(w)), thin))
-    tap.keep(_place(w), columns(x), x8[1])
+    tap.add("y", gemm(taken, _rows_of(w), columns(y[sample.thin.rows], _sizes(w)), sample.thin))
+    tap.keep(_place(w), columns(x).clone(), x8[1])
 
 
 def gemm_backward(w: Parts, offs: Tensor, g: Tensor, g8: Quantized, sx: Tensor, dx: Tensor, dw: list[Tensor]) -> None:
     """To be called at the end of the backward: g [M, N], dx [M, K], dw: parts [E, N_i, K]; sx: the scale of x."""
     if (tap := open_tap(w[0][0], "backward")) is None:
         return
-    thin = sample_rows(offs, g.shape[0]).thinned(GEMM_ROWS)
-    see_rows(tap, "g", PlainRows(g), g8, offs)
-    tap.add("dx", gemm(g[thin.rows], columns_of(w), columns(dx[thin.rows]), thin))
+    sample = sample_of(tap, offs, g.shape[0])
+    taken = sample.thinned(see_rows(tap, "g", PlainRows(g), g8, offs))
+    tap.add("dx", gemm(taken, columns_of(w), columns(dx[sample.thin.rows]), sample.thin))
     if (x := tap.recall(_place(w), sx)) is not None:
-        tap.add("dw", wgrad(columns(g, _sizes(w)), x, dw, offs))
+        tap.add("dw", wgrad(columns(g, _sizes(w)), x, dw, experts_of(tap, offs, len(g))))
 
 
 def _last(weight: Tensor) -> str:

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from converters.telemetry_stats import columns, largest, owned
+from converters.telemetry_stats import amax_of_rows, columns, largest_owned
 
 
 class Rows(Protocol):
@@ -18,17 +18,12 @@ class Rows(Protocol):
         ...
 
     def some_columns(self) -> Tensor:
-        """`columns` of all rows."""
+        """`columns` of all rows, which keep nothing else alive."""
         ...
 
     def amax(self, offs: Tensor) -> Tensor:
-        """The largest |value| of the rows that belong to somebody; inf where one is inf or nan."""
+        """The largest |value| of the rows that belong to somebody, []; nan where there is one."""
         ...
-
-
-def amax_of_rows(x: Tensor) -> Tensor:
-    """x [M, K] -> float32 [M], without a temporary as large as x."""
-    return torch.linalg.vector_norm(x, torch.inf, dim=1).float() if x.numel() else x.new_zeros(len(x)).float()
 
 
 @dataclass(frozen=True)
@@ -43,11 +38,11 @@ class PlainRows:
 
     def some_columns(self) -> Tensor:
         """See `Rows`."""
-        return columns(self.x)
+        return columns(self.x).clone()
 
     def amax(self, offs: Tensor) -> Tensor:
         """See `Rows`."""
-        return largest(amax_of_rows(self.x), owned(len(self.x), offs))
+        return largest_owned(amax_of_rows(self.x), offs)
 
 
 @dataclass(frozen=True)
@@ -65,9 +60,8 @@ class RoutedRows:
     @cached_property
     def token(self) -> Tensor:
         """int64 [M], the token of each row."""
-        at = self.slots.flatten().long()
         token = torch.zeros(self.M + 1, dtype=torch.int64, device=self.x.device)
-        token[torch.where(at < 0, self.M, at)] = torch.arange(len(at), device=self.x.device) // self.slots.shape[1]
+        token[self.slots.long()] = torch.arange(len(self.slots), device=self.x.device)[:, None]  # -1 is the last
         return token[: self.M]
 
     def take(self, rows: Tensor) -> Tensor:
@@ -84,4 +78,4 @@ class RoutedRows:
         """See `Rows`."""
         rows = amax_of_rows(self.x)[self.token]
         rows = rows if self.factor is None else rows * self.factor.abs()
-        return largest(rows, owned(len(rows), offs))
+        return largest_owned(rows, offs)

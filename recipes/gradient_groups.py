@@ -42,15 +42,13 @@ class GradientGroups:
 
     def __init__(self, model_parts: list[nn.Module], owns_plain: bool) -> None:
         named = [(clean_fqn(fqn), p) for part in model_parts for fqn, p in part.named_parameters()]
-        self._group = [NAMES.index(group_of(fqn)) for fqn, _ in named]
-        self._counted = [float(_counted(p, owns_plain)) for _, p in named]
+        of = [(NAMES.index(group_of(fqn)), _counted(p, owns_plain)) for fqn, p in named]
+        self._group = [group if counted else len(NAMES) for group, counted in of]
 
     def squares(self, norms: GradNorms | None, device: torch.device) -> torch.Tensor:
         """float64 [groups] on the device: this rank's part of each group's sum of squares."""
-        out = torch.zeros(len(NAMES), dtype=torch.float64, device=device)
-        if norms is None or not norms.indices:
-            return out
-        of = norms.norms.device
-        where = torch.tensor([self._group[i] for i in norms.indices]).to(of, non_blocking=True)
-        counted = torch.tensor([self._counted[i] for i in norms.indices]).to(of, non_blocking=True)
-        return out.index_add_(0, where.to(device), torch.where(counted > 0, norms.norms.double() ** 2, 0).to(device))
+        out = torch.zeros(len(NAMES) + 1, dtype=torch.float64, device=device)  # the last: what another rank counts
+        if norms is not None and norms.indices:
+            where = torch.tensor([self._group[i] for i in norms.indices]).to(device, non_blocking=True)
+            out.index_add_(0, where, norms.norms.double().square().to(device))
+        return out[: len(NAMES)]

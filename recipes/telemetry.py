@@ -21,12 +21,11 @@ from torchtitan.tools import utils
 
 from converters.expert_weight import FP8ExpertWeight
 from converters.telemetry import Tap, claim, release
-from converters.telemetry_stats import MAXIMA, OPERAND, join
+from converters.telemetry_records import MAXIMA, OPERAND, Key, gemm_records, operand_records
 from recipes.finite import GradNorms, clean_fqn
 from recipes.gradient_groups import NAMES, GradientGroups
 from recipes.telemetry_tags import GEMMS, GRAD_NORM, OPERANDS, ROOT, gemm_figures, load_figures, operand_figures
 
-Key = tuple[str, str]
 Loads = dict[str, dict[int, list[float]]]
 
 
@@ -58,8 +57,8 @@ class Telemetry:
         self._groups = GradientGroups(model_parts, owns_plain)
         self._due, self._open = True, False  # a resumed run's first step may be one to measure
         self._layout: tuple[list[Key], dict[str, int]] | None = None
-        self._before: dict[str, Tensor] = {}
-        self._loads: dict[str, Tensor] = {}
+        self._before: Tensor | None = None
+        self._loads: Tensor | None = None
         self._hooks = [part.register_forward_pre_hook(self._forward) for part in model_parts]
 
     def due(self, step: int) -> bool:
@@ -81,14 +80,19 @@ class Telemetry:
         if not self._due or self._open or not training:
             return
         self._open = True
-        self._before = {fqn: moe.tokens_per_expert.clone() for fqn, moe in self._moes.items()}
+        self._before = self._counts()
         for tap in self._taps:
             tap.open()
 
     def before_clipping(self) -> None:
         """To be called when all micro-batches are done."""
         if self._open:
-            self._loads = {fqn: moe.tokens_per_expert - self._before[fqn] for fqn, moe in self._moes.items()}
+            self._loads = self._counts() - self._before
+
+    def _counts(self) -> Tensor:
+        """Rows of every expert, layer after layer."""
+        counts = [moe.tokens_per_expert for moe in self._moes.values()]
+        return torch.cat(counts) if counts else torch.empty(0, device=utils.device_type)
 
     def end_step(self, step: int, norms: GradNorms | None) -> dict[str, float] | None:
         """To be called on every rank once a step, after the optimizer; norms: of this step's gradients.
@@ -102,36 +106,26 @@ class Telemetry:
         return figures
 
     def _close(self) -> None:
-        self._open, self._before, self._loads = False, {}, {}
+        self._open, self._before, self._loads = False, None, None
         for tap in self._taps:
             tap.close()
-            tap.records = {}
-
-    def _records(self) -> dict[Key, Tensor]:
-        found: dict[Key, Tensor] = {}
-        for tap in self._taps:
-            for key, record in tap.records.items():
-                found[key] = join(found[key], record) if key in found else record
-        return found
+            tap.found = []
 
     def _collect(self, norms: GradNorms | None, step: int) -> dict[str, float]:
-        records, device = self._records(), torch.device(utils.device_type)
+        found, device = [each for tap in self._taps for each in tap.found], torch.device(utils.device_type)
+        mine = {fqn: len(moe.tokens_per_expert) for fqn, moe in self._moes.items()}
         if self._layout is None:
-            self._layout = _agree(list(records), {fqn: len(loads) for fqn, loads in self._loads.items()})
+            self._layout = _agree({key for key, _ in found}, mine)
         keys, experts = self._layout
-        operands = [k for k in keys if k[1] in OPERANDS]
-        gemms = [k for k in keys if k[1] in GEMMS]
-        n, width = len(MAXIMA), len(OPERAND)
-        empty = torch.tensor([-torch.inf] * n + [0.0] * (width - n), dtype=torch.float64, device=device)
-        of = [records.get(k, empty) for k in operands]
-        maxima = _flat([r[:n] for r in of], device)
+        operands, gemms = ([k for k in keys if k[1] in names] for names in (OPERANDS, GEMMS))
+        records, n = operand_records(found, operands, device), len(MAXIMA)
         sums = [
-            *(r[n:] for r in of),
-            *(records.get(k, empty[:0].new_zeros(2)) for k in gemms),
-            *(self._loads[fqn].double() if fqn in self._loads else empty.new_zeros(E) for fqn, E in experts.items()),
+            records[:, n:].flatten(),
+            gemm_records(found, gemms, device).flatten(),
+            _placed(self._loads, mine, experts, device),
             self._groups.squares(norms, device),
         ]
-        values = _reduced(maxima, _flat(sums, device))
+        values = _reduced(records[:, :n].flatten(), torch.cat(sums))
         return self._figures(operands, gemms, experts, *values, step)
 
     def _figures(
@@ -152,13 +146,20 @@ class Telemetry:
         return figures | {f"{GRAD_NORM}{group}": square**0.5 for group, square in squares.items() if square != 0}
 
 
-def _flat(parts: list[Tensor], device: torch.device) -> Tensor:
-    return torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.float64, device=device)
+def _placed(loads: Tensor | None, mine: dict[str, int], everywhere: dict[str, int], device: torch.device) -> Tensor:
+    """float64: this rank's loads, layer after layer as in `mine`, at their places among those of all ranks."""
+    if loads is None:
+        return torch.zeros(sum(everywhere.values()), dtype=torch.float64, device=device)
+    loads = loads.double().to(device)
+    if mine == everywhere and list(mine) == list(everywhere):
+        return loads
+    parts = dict(zip(mine, loads.split(list(mine.values())), strict=True))
+    return torch.cat([parts[fqn] if fqn in parts else loads.new_zeros(E) for fqn, E in everywhere.items()])
 
 
-def _agree(keys: list[Key], experts: dict[str, int]) -> tuple[list[Key], dict[str, int]]:
+def _agree(keys: set[Key], experts: dict[str, int]) -> tuple[list[Key], dict[str, int]]:
     """What any rank has, in the same order on all. Once a run."""
-    mine = (keys, experts)
+    mine = (sorted(keys), experts)
     if dist.is_initialized():
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, mine)

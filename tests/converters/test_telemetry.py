@@ -15,11 +15,13 @@ from converters.fp8_grouped_experts import convert
 from converters.grouped_mm import grouped_mm
 from converters.routed_mlp import routed_mlp
 from converters.telemetry import Tap, _claims, claim, release, tap_of
-from converters.telemetry_stats import OPERAND, ROWS, expand_scale, operand, sample_rows
+from converters.telemetry_records import GEMM, OPERAND, Key, gemm_records, operand_records
+from converters.telemetry_stats import ROWS, expand_scale, operand, sample_rows
 from tests.converters.models import llama4, materialized
 from tests.helpers import Experts, exact_mlp, make_experts, offsets
 
-MLP_KEYS = {"x", "h", "g", "dy13", "w13", "w2", "y13", "out", "dh", "dx", "dw13", "dw2"}
+OPERANDS = {"x", "h", "g", "dy13", "w13", "w2", "w"}
+MLP_KEYS = OPERANDS - {"w"} | {"y13", "out", "dh", "dx", "dw13", "dw2"}
 
 
 def tapped(weight: Tensor, name: str = "layers.1.moe.experts.w1") -> Tap:
@@ -29,10 +31,15 @@ def tapped(weight: Tensor, name: str = "layers.1.moe.experts.w1") -> Tap:
     return tap
 
 
+def found_keys(tap: Tap) -> set[Key]:
+    return {key for key, _ in tap.found}
+
+
 def figures(tap: Tap, key: str) -> dict[str, float]:
-    (record,) = [r for (_, k), r in tap.records.items() if k == key]
-    names = OPERAND if len(record) > 2 else ("signal", "noise")
-    return dict(zip(names, record.tolist(), strict=True))
+    (at,) = {each for each in found_keys(tap) if each[1] == key}
+    names, records = (OPERAND, operand_records) if key in OPERANDS else (GEMM, gemm_records)
+    (record,) = records(tap.found, [at], torch.device("cpu")).tolist()
+    return dict(zip(names, record, strict=True))
 
 
 def sqnr(tap: Tap, key: str) -> float:
@@ -58,8 +65,7 @@ def test_operands_of_the_mlp(numerics: Numerics) -> None:
     experts = make_experts((44, 1, 7, 0, 17), tail=8)
     experts.x[-8:] = math.nan  # rows of nobody
     tap, _ = run(experts, numerics)
-    assert {key for _, key in tap.records} == MLP_KEYS
-    assert {label for label, _ in tap.records} == {"layers.1.moe.experts"}
+    assert found_keys(tap) == {("layers.1.moe.experts", key) for key in MLP_KEYS}
     x = experts.x[: experts.rows]
     found = figures(tap, "x")
     assert found["amax"] == x.abs().max()
@@ -122,8 +128,9 @@ def test_nan_and_inf_are_counted_and_seen() -> None:
 def test_flushed_and_saturated() -> None:
     x = torch.tensor([[448.0, 449.0, 2.0**-9, 2.0**-11, 0.0, -900.0], [1.0] * 6])
     q = reference.cast(x, torch.ones(2, 1))
-    record = operand(x, q, torch.ones(2, 1), torch.tensor([True, False]))
-    found = dict(zip(OPERAND, record.tolist(), strict=True))
+    rows = operand(x, q, torch.ones(2, 1), torch.tensor([True, False]))
+    (record,) = operand_records([(("", "x"), rows)], [("", "x")], x.device).tolist()
+    found = dict(zip(OPERAND, record, strict=True))
     assert (found["flushed"], found["nonzero"], found["saturated"], found["finite"]) == (1, 5, 2, 6)
     assert (found["amax"], found["scale_max"], found["minus_scale_min"]) == (900, 1, -1)
 
@@ -169,11 +176,11 @@ def routed(experts: Experts, numerics: Numerics, before: bool) -> tuple[Tap, Ten
 @pytest.mark.parametrize("before", [True, False])
 def test_the_fused_token_path_has_rows_too(before: bool) -> None:
     tap, rows = routed(make_experts((20, 20, 20)), Numerics(), before)
-    assert {key for _, key in tap.records} == MLP_KEYS
+    assert {key for _, key in found_keys(tap)} == MLP_KEYS
     found = figures(tap, "x")
     assert found["amax"] == pytest.approx(rows.abs().max().item(), rel=1e-6)
     assert found["signal"] == pytest.approx(rows.double().square().sum().item(), rel=1e-5)
-    for key in MLP_KEYS - {"x", "h", "g", "dy13", "w13", "w2"}:
+    for key in MLP_KEYS - OPERANDS:
         assert 27 < sqnr(tap, key) < 31, key
 
 
@@ -182,14 +189,14 @@ def test_dense_layers_are_one_group() -> None:
     w1, w2, w3 = (nn.Parameter(torch.randn(s) * 0.02) for s in ((96, 64), (64, 96), (96, 64)))
     tap = tapped(w1, "layers.0.feed_forward.w1")
     dense_mlp(x, w1, w2, w3, Numerics()).backward(upstream)
-    assert {label for label, _ in tap.records} == {"layers.0.feed_forward"}
+    assert {label for label, _ in found_keys(tap)} == {"layers.0.feed_forward"}
     assert figures(tap, "w2")["finite"] == w2.numel()
     wq, wk, wv = (nn.Parameter(torch.randn(n, 64) * 0.02) for n in (64, 32, 32))
     taps = [tapped(w, f"layers.0.attention.w{n}") for w, n in ((wq, "q"), (wk, "k"), (wv, "v"))]
     torch.cat(dense_linear(x, [wq, wk, wv], Numerics()), dim=1).backward(torch.randn(50, 128))
-    assert {label for label, _ in taps[0].records} == {"layers.0.attention.wq+wk+wv"}
-    assert {key for _, key in taps[0].records} == {"x", "g", "w", "y", "dx", "dw"}
-    assert not taps[1].records
+    keys = ("x", "g", "w", "y", "dx", "dw")
+    assert found_keys(taps[0]) == {("layers.0.attention.wq+wk+wv", key) for key in keys}
+    assert not taps[1].found
     assert all(27.5 < sqnr(taps[0], key) < 31 for key in ("y", "dx", "dw"))
 
 
@@ -245,7 +252,7 @@ def test_off_means_nothing_is_claimed_and_graphs_do_not_change() -> None:
             taps.append(tapped(experts.w1._data))
         torch.compile(experts, fullgraph=True, backend=backend)(torch.randn(16, 64), counts)
     assert graphs[0] == graphs[1]
-    assert ("layers.1.moe.experts", "x") in taps[0].records
+    assert ("layers.1.moe.experts", "x") in found_keys(taps[0])
 
 
 def test_nothing_is_held_alive() -> None:
@@ -271,8 +278,5 @@ def test_compiled_values_are_those_of_eager() -> None:
         tap, x = tapped(ws[0]), experts.x.clone().requires_grad_()
         mlp = wrap(lambda x, ws: expert_mlp(x * 1.5, *ws, experts.offs, Numerics()) * 2)
         mlp(x, ws).backward(experts.upstream)
-        records.append(tap.records)
-    assert records[0].keys() == records[1].keys()
-    assert len(records[0]) == len(MLP_KEYS)
-    for key, record in records[0].items():
-        assert torch.equal(record, records[1][key]), key
+        records.append({key: figures(tap, key) for key in MLP_KEYS})
+    assert records[0] == records[1]
