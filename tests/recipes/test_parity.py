@@ -1,8 +1,10 @@
 """A parity test of two small arms, what its JSON says, and a run that SIGTERM ends and that goes on."""
 
+import contextlib
 import itertools
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -57,27 +59,49 @@ def test_json_has_every_run_and_a_verdict(parted: Path) -> None:
     assert (parted / "parity_mixtral.png").read_bytes().startswith(b"\x89PNG")
 
 
-def train(arm: Arm, folder: Path, stop_at: int = -1) -> str:
-    """Runs one arm, with SIGTERM once it has logged step `stop_at`; its output."""
-    command, output = [sys.executable, *arm.command(folder, EXTRA)[1:]], ""
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+WORKERS = (
+    *("--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=3"),
+    *("--training.dataloader.pin_memory", "--validation.dataloader.num_workers=1"),
+)
+
+
+def train(arm: Arm, folder: Path, *extra: str, stop_at: int = -1) -> str:
+    """Runs one arm, with SIGTERM to all its processes once it has logged step `stop_at`; its output."""
+    command, output = [sys.executable, *arm.command(folder, [*EXTRA, *extra])[1:]], ""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, cwd=ROOT, **options) as process:
         for line in process.stdout:
             output += line
             if re.search(rf"step: +{stop_at} +loss", line):
-                process.send_signal(signal.SIGTERM)
+                os.killpg(process.pid, signal.SIGTERM)  # as torchrun does
     assert process.returncode == 0, output
+    assert not re.search("Traceback|Exception|Error|num_workers|pin_memory' argument", output), output
+    assert not alive_in_group(process.pid)
     return output
+
+
+def alive_in_group(group: int) -> list[str]:
+    """Processes of a group; dead ones that nobody has waited for do not count."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+            found += [stat.parent.name] if int(pgrp) == group and state != "Z" else []
+    return found
 
 
 def test_sigterm_saves_and_the_same_command_goes_on_bit_for_bit(
     parted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not Llama4: torchtitan's balancing counts the tokens of a validation too, and a checkpoint has no counts."""
+    """Also with workers that load batches, to what a run without them had.
+
+    Not Llama4: torchtitan's balancing counts the tokens of a validation too, and a checkpoint has no counts.
+    """
     monkeypatch.delenv("RANK", raising=False)
     arm = Arm(model="mixtral", recipe="tokenwise", seed=3, steps=6)
-    step = int(re.search(r"Stopped by SIGTERM after step (\d+)", train(arm, tmp_path, stop_at=2))[1])
+    step = int(re.search(r"Stopped by SIGTERM after step (\d+)", train(arm, tmp_path, *WORKERS, stop_at=2))[1])
     assert 2 <= step < 6
-    assert f"Training starts at step {step + 1}" in train(arm, tmp_path)
+    assert f"Training starts at step {step + 1}" in train(arm, tmp_path, *WORKERS)
     for tag in (TAGS["loss"], TAGS["val_loss"], TAGS["test_loss"], TAGS["grad_norm"]):
         whole, cut = (read_run(arm.home(folder)).series(tag) for folder in (parted, tmp_path))
         assert whole == cut
