@@ -4,8 +4,9 @@ from torch import Tensor
 
 from converters.backends.reference import QuantizedWeight
 from converters.rules.formats import E4M3, Format
+from converters.rules.operand import QuantizedOperand
 from converters.rules.ragged import Ragged
-from converters.rules.rule import Operand, Rule
+from converters.rules.rule import Rule
 from converters.telemetry import is_measured
 from converters.telemetry_gradients import see_gradient, see_input_gradient, see_weight_gradient, watch_hidden
 from converters.telemetry_mlp import (
@@ -19,7 +20,7 @@ from converters.telemetry_mlp import (
 from converters.telemetry_rows import PlainRows
 
 
-def _quantized(operand: Operand, rows: Ragged) -> Quantized:
+def _quantized(operand: QuantizedOperand, rows: Ragged) -> Quantized:
     """q and a scale that broadcasts over it, of rows [M, K] or of a weight [E, N, K]."""
     q, scale, outer = operand.q, operand.scale, operand.outer
     if outer is not None:
@@ -28,18 +29,19 @@ def _quantized(operand: Operand, rows: Ragged) -> Quantized:
     return q, scale if scale is not None else q.new_ones((1,) * q.dim(), dtype=outer.dtype)
 
 
-def _weight(rule: Rule, w: Tensor, slot: int, rows: Ragged) -> QuantizedWeight:
-    q, scale = _quantized(rule.weight(w, 2, slot), rows)
+def _weight(rule: Rule, ws: list[Tensor], slot: int, rows: Ragged) -> QuantizedWeight:
+    q, scale = _quantized(rule.weight(ws, 2, slot), rows)
     return QuantizedWeight(q=q, scale=scale, q_t=q, scale_t=scale)
 
 
 def ruled_mlp_forward(
-    rule: Rule, rows: Ragged, x: Tensor, w13: Parts, w2: Parts, joined: Tensor, y13: Tensor, h: Tensor, out: Tensor
+    rule: Rule, rows: Ragged, x: Tensor, w13: Parts, w2: Parts, y13: Tensor, h: Tensor, out: Tensor
 ) -> None:
-    """To be called at the end of the forward; joined [E, 2H, D]: W13, h [M, H]: silu(y1) * y3."""
+    """To be called at the end of the forward; h [M, H]: silu(y1) * y3."""
     if not is_measured(w13[0][0]):
         return
-    weights = (lambda: _weight(rule, joined, 1, rows)), (lambda: _weight(rule, w2[0][0], 3, rows))
+    rule = rule.in_plain()
+    weights = (lambda: _weight(rule, [w for w, _ in w13], 1, rows)), (lambda: _weight(rule, [w2[0][0]], 3, rows))
     x8, h8 = (_quantized(rule.rows(t, E4M3, rows, slot), rows) for t, slot in ((x, 0), (h, 2)))
     if not mlp_forward(w13, w2, weights, rows.offs, PlainRows(x), x8, y13, h8, out):
         mlp_weights_again(w13, w2, weights)
@@ -62,6 +64,7 @@ def ruled_mlp_backward(
     w1, (dx, dw13, dw2) = w13[0][0], results
     if not is_measured(w1):
         return
+    rule = rule.in_plain()
     g8, dy8 = _quantized(rule.rows(g, fmt, rows, 5), rows), _quantized(rule.rows(dy, fmt, rows, 4), rows)
     see_gradient(w1, PlainRows(g), g8, rows.offs)
     if (watch := watch_hidden(w1, w2, rows.offs, g8[1], y13)) is not None:
@@ -75,8 +78,9 @@ def ruled_mlp_backward(
 def ruled_mm_forward(rule: Rule, rows: Ragged, x: Tensor, w: Tensor, y: Tensor) -> None:
     """To be called at the end of y = x @ w^T; w [E, N, K]."""
     if is_measured(w):
+        rule = rule.in_plain()
         x8 = _quantized(rule.rows(x, E4M3, rows, 0), rows)
-        gemm_forward([(w, None)], _weight(rule, w, 1, rows), rows.offs, x, x8, y)
+        gemm_forward([(w, None)], _weight(rule, [w], 1, rows), rows.offs, x, x8, y)
 
 
 def ruled_mm_backward(
@@ -84,5 +88,6 @@ def ruled_mm_backward(
 ) -> None:
     """To be called at the end of the backward; w and dw [E, N, K]."""
     if is_measured(w):
+        rule = rule.in_plain()
         g8, x8 = _quantized(rule.rows(g, fmt, rows, 2), rows), _quantized(rule.rows(x, E4M3, rows, 0), rows)
         gemm_backward([(w, None)], rows.offs, g, g8, x8[1], dx, [dw])

@@ -9,13 +9,20 @@ An operand of a GEMM is a slot, and each expert has slots of its own: a maximum 
 multiplier is what a value is multiplied by before the cast: maximum of the format / amax * 2**-margin, 1 at first.
 """
 
+import copy
+from collections.abc import Sequence
+from functools import partial
+from types import ModuleType
+from typing import Self
+
 import torch
 from torch import Tensor
 
 from converters.delayed_config import DelayedConfig
-from converters.rules.formats import E4M3, Format, cast
+from converters.rules import plain
+from converters.rules.formats import E4M3, Format
+from converters.rules.operand import Operand, Settle
 from converters.rules.ragged import Ragged
-from converters.rules.rule import Operand
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -45,26 +52,37 @@ class Delayed:
     Afterwards `used` [S, 2, E] has what was used and `amax` [S, E] the maxima of what was cast.
     """
 
-    def __init__(self, given: Tensor, margin: int) -> None:
-        self.used, self.margin = given.clone(), margin
+    def __init__(self, given: Tensor, margin: int, ops: ModuleType = plain) -> None:
+        self.given, self.used, self.margin, self.ops = given, given.clone(), margin, ops
         self.amax = torch.zeros_like(given[:, 0])
 
     def rows(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
         """See `Rule`."""
-        multiplier, scale = self._settle(slot, rows.amax(x), fmt)
-        return Operand(cast(x, rows.by_row(multiplier)[:, None], fmt), outer=scale)
+        return self.ops.experts_given(x, fmt, rows, self.given[slot, 0], self._settle(slot, fmt))
 
     def columns(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
         """See `Rule`: the same bytes."""
         return self.rows(x, fmt, rows, slot)
 
-    def weight(self, w: Tensor, contracted: int, slot: int) -> Operand:
-        """See `Rule`: the same bytes whatever is contracted."""
-        multiplier, scale = self._settle(slot, w.abs().amax((1, 2)).float(), E4M3)
-        return Operand(cast(w, multiplier.view(-1, 1, 1), E4M3), outer=scale)
+    def both(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> tuple[Operand, Operand]:
+        """See `Rule`."""
+        return (self.rows(x, fmt, rows, slot),) * 2
 
-    def _settle(self, slot: int, amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-        multiplier, scale = self.used[slot]
+    def weight(self, ws: Sequence[Tensor], contracted: int, slot: int) -> Operand:
+        """See `Rule`: the same bytes whatever is contracted."""
+        return self.ops.weights_given(ws, self.given[slot, 0], self._settle(slot, E4M3))
+
+    def in_plain(self) -> Self:
+        """See `Rule`."""
+        same = copy.copy(self)
+        same.ops = plain
+        return same
+
+    def _settle(self, slot: int, fmt: Format) -> Settle:
+        return partial(self._settled, slot, fmt)
+
+    def _settled(self, slot: int, fmt: Format, amax: Tensor) -> tuple[Tensor, Tensor]:
+        multiplier, scale = self.given[slot]
         unknown, usable = multiplier == 0, torch.isfinite(amax) & (amax > 0)
         now = torch.where(usable, multiplier_for(amax, fmt.max, self.margin), 1.0)
         self.used[slot, 0] = multiplier = torch.where(unknown, now, multiplier)

@@ -5,13 +5,14 @@ same values, or are saved (delayed). Delayed's state is not this op's business: 
 maxima (state.py).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from converters.numerics import Numerics
-from converters.rules.formats import E4M3, FORMATS, Format
+from converters.rules.formats import E4M3, FORMATS
 from converters.rules.passes import (
     backward_rule,
     fake_outcome,
@@ -22,35 +23,43 @@ from converters.rules.passes import (
     remember_gradient,
     state_of,
 )
-from converters.rules.products import contracted, contracted_hp, rows_times_weights
+from converters.rules.products import contracted, contracted_hp, outer, rows_times_weights
 from converters.rules.ragged import Ragged, ragged
-from converters.rules.rule import Rule, columns_pow2
+from converters.rules.rule import Rule
 from converters.rules.state import DelayedState
 from converters.telemetry_ruled import ruled_mm_backward, ruled_mm_forward
 
 
-def product(rule: Rule, x: Tensor, w: Tensor, rows: Ragged, dtype: torch.dtype, slot: int) -> Tensor:
-    """x [M, K] @ w[e]^T, w [E, N, K] -> [M, N]. slot: of x; w's is the next."""
-    return rows_times_weights(rule.rows(x, E4M3, rows, slot), rule.weight(w, 2, slot + 1), rows, dtype, False)
+def product(rule: Rule, x: Tensor, ws: Sequence[Tensor], rows: Ragged, dtype: torch.dtype, slot: int) -> Tensor:
+    """x [M, K] @ w[e]^T, w [E, N, K] joined of ws -> [M, N]; zeros for rows of nobody. slot: of x; w's is the next."""
+    a, b = rule.rows(x, E4M3, rows, slot), rule.weight(ws, 2, slot + 1)
+    return rule.ops.finish_rows(rows_times_weights(a, b, rows, False), rows, outer(a, b), dtype)
 
 
-def input_gradient(
-    rule: Rule, g: Tensor, w: Tensor, rows: Ragged, dtype: torch.dtype, fmt: Format, slots: tuple[int, int]
-) -> Tensor:
-    """g [M, N] @ w[e], w [E, N, K] -> dx [M, K]. slots: of g and w."""
-    return rows_times_weights(rule.rows(g, fmt, rows, slots[0]), rule.weight(w, 1, slots[1]), rows, dtype, True)
-
-
-def weight_gradient(
-    rule: Rule, g: Tensor, x: Tensor, rows: Ragged, dtype: torch.dtype, n: Numerics, slots: tuple[int, int]
-) -> Tensor:
-    """g_e^T @ x_e -> dw [E, N, K]. slots: of g and x."""
-    fmt = FORMATS[n.gradients]
+def gradients(
+    rule: Rule,
+    g: Tensor,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    rows: Ragged,
+    n: Numerics,
+    dtype: torch.dtype,
+    slots: tuple[int, int, int],
+) -> tuple[Tensor, Tensor]:
+    """Of `product`, with g [M, N] -> dx [M, K] in dtype, and dw in the weights': [E, N, K], or [parts, E, N / parts, K]
+    of several weights. slots: of g, x and w.
+    """
+    fmt, ops = FORMATS[n.gradients], rule.ops
+    fp8 = n.wgrad == "fp8"
+    g8, gT = rule.both(g, fmt, rows, slots[0]) if fp8 else (rule.rows(g, fmt, rows, slots[0]), None)
+    w8 = rule.weight(ws, 1, slots[2])
+    dx = ops.finish_rows(rows_times_weights(g8, w8, rows, True), rows, outer(g8, w8), dtype)
+    del w8
     if n.wgrad == "bf16":
-        return contracted_hp(g, x, rows, dtype)
-    if n.wgrad == "fp8_columns":
-        return contracted(columns_pow2(g, fmt, rows), columns_pow2(x, E4M3, rows), rows, dtype)
-    return contracted(rule.columns(g, fmt, rows, slots[0]), rule.columns(x, E4M3, rows, slots[1]), rows, dtype)
+        return dx, ops.finish_weights(contracted_hp(g, x, rows), rows, None, ws[0].dtype, len(ws))
+    xT = rule.columns(x, E4M3, rows, slots[1]) if fp8 else ops.columns_pow2(x, E4M3, rows)
+    gT = gT if fp8 else ops.columns_pow2(g, fmt, rows)
+    return dx, ops.finish_weights(contracted(gT, xT, rows), rows, outer(gT, xT), ws[0].dtype, len(ws))
 
 
 @torch.library.custom_op("titan_moe_fp8::ruled_mm", mutates_args=())
@@ -59,9 +68,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> y [M, N]; used [2, 2, E] and amax [2, E] for the state. w [E, K, N], a transposed view."""
     n, rows = Numerics.parse(key), ragged(offs, x.shape[0])
-    rule = forward_rule(n, state, rows.experts, call)
+    rule = forward_rule(n, state, offs, call)
     w = w.transpose(1, 2)
-    y = product(rule, x, w, rows, dtype, 0)
+    y = product(rule, x, [w], rows, dtype, 0)
     ruled_mm_forward(rule, rows, x, w, y)
     return y, *outcome(rule, x)
 
@@ -79,11 +88,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dx [M, K], dw [E, N, K] (w's storage orientation), amax [1, E] of g."""
     n, rows = Numerics.parse(key), ragged(offs, x.shape[0])
-    rule = backward_rule(n, state, used, rows.experts, call)
-    w, fmt = w.transpose(1, 2), FORMATS[n.gradients]
-    dx = input_gradient(rule, g, w, rows, x.dtype, fmt, (2, 1))
-    dw = weight_gradient(rule, g, x, rows, w.dtype, n, (2, 0))
-    ruled_mm_backward(rule, fmt, rows, g, x, w, dx, dw)
+    rule = backward_rule(n, state, used, offs, call)
+    w = w.transpose(1, 2)
+    dx, dw = gradients(rule, g, x, [w], rows, n, x.dtype, (2, 0, 1))
+    ruled_mm_backward(rule, FORMATS[n.gradients], rows, g, x, w, dx, dw)
     return dx, dw, gradient_amax(rule, g, 1)
 
 

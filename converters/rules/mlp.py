@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.backends.reference import dswiglu, swiglu
 from converters.numerics import Numerics
 from converters.rules.formats import FORMATS
-from converters.rules.gemm import input_gradient, product, weight_gradient
+from converters.rules.gemm import gradients, product
 from converters.rules.passes import (
     backward_rule,
     fake_outcome,
@@ -47,12 +46,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> out [M, D]; y13 [M, 2H] for backward; used [4, 2, E] and amax [4, E] for the state."""
     rows = ragged(offs, x.shape[0])
-    rule = forward_rule(Numerics.parse(key), state, rows.experts, call)
-    w13 = torch.cat([w1, w3], dim=1)
-    y13 = product(rule, x, w13, rows, dtype, 0)
-    h = swiglu(y13)
-    out = product(rule, h, w2, rows, dtype, 2)
-    ruled_mlp_forward(rule, rows, x, [(w1, None), (w3, None)], [(w2, None)], w13, y13, h, out)
+    rule = forward_rule(Numerics.parse(key), state, offs, call)
+    y13 = product(rule, x, [w1, w3], rows, dtype, 0)
+    h = rule.ops.swiglu(y13)
+    out = product(rule, h, [w2], rows, dtype, 2)
+    ruled_mlp_forward(rule, rows, x, [(w1, None), (w3, None)], [(w2, None)], y13, h, out)
     return out, y13, *outcome(rule, x)
 
 
@@ -88,12 +86,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> dx [M, D], dw13 [2, E, H, D], dw2 [E, D, H], amax [2, E] of dy and g."""
     n, rows = Numerics.parse(key), ragged(offs, x.shape[0])
-    fmt, rule = FORMATS[n.gradients], backward_rule(n, state, used, rows.experts, call)
-    dh = input_gradient(rule, g, w2, rows, y13.dtype, fmt, (5, 3))
-    dw2 = weight_gradient(rule, g, swiglu(y13), rows, w2.dtype, n, (5, 2))
-    dy = dswiglu(dh, y13)
-    dx = input_gradient(rule, dy, torch.cat([w1, w3], dim=1), rows, x.dtype, fmt, (4, 1))
-    dw13 = torch.stack(weight_gradient(rule, dy, x, rows, w1.dtype, n, (4, 0)).chunk(2, dim=1))
+    fmt, rule = FORMATS[n.gradients], backward_rule(n, state, used, offs, call)
+    dh, dw2 = gradients(rule, g, rule.ops.swiglu(y13), [w2], rows, n, y13.dtype, (5, 2, 3))
+    dy = rule.ops.dswiglu(dh, y13)
+    dx, dw13 = gradients(rule, dy, x, [w1, w3], rows, n, x.dtype, (4, 0, 1))
     w13, results = [(w1, None), (w3, None)], (dx, dw13, dw2)
     ruled_mlp_backward(rule, fmt, rows, g, x, w13, [(w2, None)], y13, dh, dy, results)
     return dx, dw13, dw2, gradient_amax(rule, g, GEMMS)

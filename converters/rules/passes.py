@@ -3,6 +3,10 @@
 `state` is `DelayedState.tensors()`, or an empty list; `call` is `Call.key`, or "".
 """
 
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -36,20 +40,27 @@ def state_of(numerics: Numerics, state: DelayedState | None, first: int) -> tupl
     return state.tensors(), state.call(first).key
 
 
-def forward_rule(n: Numerics, state: list[Tensor], experts: int, call: str) -> Rule:
-    """The rule of a forward."""
+@cache
+def ops(device: str) -> ModuleType:
+    """What computes rules on this type of device; kernels are loaded when first used."""
+    return import_module(f"converters.rules.{'fused' if device == 'cuda' else 'plain'}")
+
+
+def forward_rule(n: Numerics, state: list[Tensor], offs: Tensor, call: str) -> Rule:
+    """The rule of a forward. offs: int32 [E], of the local experts."""
     if not state:
-        return STATELESS[n.recipe]()
+        return STATELESS[n.recipe](ops(offs.device.type))
     parsed = Call.parse(call)
-    return Delayed(forward_given(state, experts, parsed), parsed.config.margin)
+    return Delayed(forward_given(state, len(offs), parsed), parsed.config.margin, ops(offs.device.type))
 
 
-def backward_rule(n: Numerics, state: list[Tensor], used: Tensor, experts: int, call: str) -> Rule:
+def backward_rule(n: Numerics, state: list[Tensor], used: Tensor, offs: Tensor, call: str) -> Rule:
     """The rule of a backward: the forward's slots as they were used, then one a gradient."""
     if not state:
-        return STATELESS[n.recipe]()
+        return STATELESS[n.recipe](ops(offs.device.type))
     parsed = Call.parse(call)
-    return Delayed(torch.cat([used, backward_given(state, experts, parsed)]), parsed.config.margin)
+    given = torch.cat([used, backward_given(state, len(offs), parsed)])
+    return Delayed(given, parsed.config.margin, ops(offs.device.type))
 
 
 def outcome(rule: Rule, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Rows in groups of any sizes, without asking the host how large they are."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,6 +20,16 @@ class Ragged:
     def experts(self) -> int:
         """E."""
         return self.offs.shape[0]
+
+    @cached_property
+    def expert32(self) -> Tensor:
+        """`expert` as int32, for kernels."""
+        return self.expert.int()
+
+    @cached_property
+    def block32(self) -> Tensor:
+        """int32 [M], the block of 128 rows of each row; `max_blocks` for rows of nobody. For kernels."""
+        return torch.where(self.owned, self.blocks(), self.max_blocks).int()
 
     @property
     def owned(self) -> Tensor:

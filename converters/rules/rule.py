@@ -10,44 +10,26 @@
 A group of rows is a tensor of its own: "one an expert" is what is called per tensor where experts are separate modules.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import ModuleType
+from typing import Protocol, Self
 
-import torch
 from torch import Tensor
 
-from converters.rules.formats import E4M3, Format, cast, exact_scale, pow2_scale
+from converters.rules import plain
+from converters.rules.formats import Format
+from converters.rules.operand import Operand
 from converters.rules.ragged import BLOCK, Ragged
 
 
-@dataclass(frozen=True)
-class Operand:
-    """A quantized tensor of rows [M, K] or weights [E, N, K]: x = q * scale * outer[expert].
+class Rule(Protocol):
+    """How the operands of a GEMM are quantized. `slot` names the operand to rules with a memory.
 
-    scale: powers of two, broadcast over q; multiplied into q before the GEMM, which is exact. outer: float32 [E];
-    multiplied after it.
+    ops: plain.py or fused.py, which compute it.
     """
 
-    q: Tensor
-    scale: Tensor | None = None
-    outer: Tensor | None = None
-
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """q * scale. Exact in bfloat16 as in float32, which have the same exponents: q has at most 4 significant bits,
-        and q * scale is above 2**-125, since an amax counts as at least 1e-30.
-        """
-        return self.q.to(dtype) if self.scale is None else self.q.to(dtype) * self.scale.to(dtype)
-
-    def dequantized(self, rows: Ragged) -> Tensor:
-        """The tensor that q stands for, float32."""
-        values = self.values(torch.float32)
-        if self.outer is None:
-            return values
-        return values * (self.outer.view(-1, 1, 1) if values.dim() == 3 else rows.by_row(self.outer)[:, None])
-
-
-class Rule(Protocol):
-    """How the operands of a GEMM are quantized. `slot` names the operand to rules with a memory."""
+    ops: ModuleType
 
     def rows(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
         """x [M, K] as the left operand of y and dx: contracted over K."""
@@ -57,91 +39,103 @@ class Rule(Protocol):
         """x [M, K] as a side of the weight gradient: contracted over the rows of each expert."""
         ...
 
-    def weight(self, w: Tensor, contracted: int, slot: int) -> Operand:
-        """w [E, N, K], contracted over dim 2 (y) or 1 (dx)."""
+    def both(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> tuple[Operand, Operand]:
+        """x as `rows` and as `columns`, for one call of which the other needs no second pass."""
+        ...
+
+    def weight(self, ws: Sequence[Tensor], contracted: int, slot: int) -> Operand:
+        """ws [E, N_i, K], one tensor joined along N, contracted over dim 2 (y) or 1 (dx)."""
+        ...
+
+    def in_plain(self) -> Self:
+        """The same rule, and the same memory, computed by plain.py: its operands are `QuantizedOperand`."""
         ...
 
 
-def columns_pow2(x: Tensor, fmt: Format, rows: Ragged) -> Operand:
-    """x [M, K] with one power of two an expert and column."""
-    scale = rows.by_row(pow2_scale(rows.amax_columns(x), fmt))
-    return Operand(cast(x, scale.reciprocal(), fmt), scale)
+@dataclass(frozen=True)
+class _Stateless:
+    ops: ModuleType = plain
+
+    def both(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> tuple[Operand, Operand]:
+        """See `Rule`."""
+        return self.rows(x, fmt, rows, slot), self.columns(x, fmt, rows, slot)
+
+    def in_plain(self) -> Self:
+        """See `Rule`."""
+        return type(self)()
 
 
-def _pow2(x: Tensor, amax: Tensor, fmt: Format) -> Operand:
-    scale = pow2_scale(amax, fmt)
-    return Operand(cast(x, scale.reciprocal(), fmt), scale)
-
-
-class Tokenwise:
+class Tokenwise(_Stateless):
     """One scale a row, one an expert's weight; the weight gradient re-scales what the rows became."""
 
     def rows(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
         """See `Rule`."""
-        return _pow2(x, x.abs().amax(1, keepdim=True), fmt)
+        return self.ops.rows_pow2(x, fmt)
 
     def columns(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
         """See `Rule`."""
-        return columns_pow2(self.rows(x, fmt, rows, slot).dequantized(rows), fmt, rows)
+        return self.both(x, fmt, rows, slot)[1]
 
-    def weight(self, w: Tensor, contracted: int, slot: int) -> Operand:
+    def both(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> tuple[Operand, Operand]:
         """See `Rule`."""
-        return _pow2(w, w.abs().amax((1, 2), keepdim=True), E4M3)
+        made = self.rows(x, fmt, rows, slot)
+        return made, self.ops.rescaled_columns(made, fmt, rows)
+
+    def weight(self, ws: Sequence[Tensor], contracted: int, slot: int) -> Operand:
+        """See `Rule`."""
+        return self.ops.weights_pow2(ws, (None, None))
 
 
-class Rowwise(Tokenwise):
+class Rowwise(_Stateless):
     """torchao's rule: every GEMM quantizes its own operands, one scale a row of the contraction."""
 
+    def rows(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
+        """See `Rule`."""
+        return self.ops.rows_pow2(x, fmt)
+
     def columns(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
         """See `Rule`."""
-        return columns_pow2(x, fmt, rows)
+        return self.ops.columns_pow2(x, fmt, rows)
 
-    def weight(self, w: Tensor, contracted: int, slot: int) -> Operand:
+    def weight(self, ws: Sequence[Tensor], contracted: int, slot: int) -> Operand:
         """See `Rule`."""
-        return _pow2(w, w.abs().amax(contracted, keepdim=True), E4M3)
+        return self.ops.weights_pow2(ws, (1, None) if contracted == 2 else (None, 1))
 
 
-class Tensorwise:
+class Tensorwise(_Stateless):
     """Current scaling: the maximum of the whole tensor, now."""
 
     def rows(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
         """See `Rule`."""
-        outer = exact_scale(rows.amax(x), fmt)
-        return Operand(cast(x, rows.by_row(outer.reciprocal())[:, None], fmt), outer=outer)
+        return self.ops.experts_exact(x, fmt, rows)
 
     def columns(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
         """See `Rule`: the same bytes, since a scale of the whole tensor may be contracted over either dim."""
         return self.rows(x, fmt, rows, slot)
 
-    def weight(self, w: Tensor, contracted: int, slot: int) -> Operand:
+    def both(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> tuple[Operand, Operand]:
         """See `Rule`."""
-        outer = exact_scale(w.abs().amax((1, 2)), E4M3)
-        return Operand(cast(w, outer.reciprocal().view(-1, 1, 1), E4M3), outer=outer)
+        return (self.rows(x, fmt, rows, slot),) * 2
+
+    def weight(self, ws: Sequence[Tensor], contracted: int, slot: int) -> Operand:
+        """See `Rule`."""
+        return self.ops.weights_exact(ws)
 
 
-class Blockwise:
+class Blockwise(_Stateless):
     """DeepSeek-V3's rule with powers of two: 1 x 128 along the contraction, weights 128 x 128."""
 
     def rows(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
         """See `Rule`."""
-        return _pow2(x, _blocks(x, (1, BLOCK)), fmt)
+        return self.ops.rows_pow2(x, fmt, BLOCK)
 
     def columns(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
         """See `Rule`: blocks of 128 tokens of an expert, the last one shorter."""
-        return _pow2(x, rows.amax_blocks(x), fmt)
+        return self.ops.column_blocks_pow2(x, fmt, rows)
 
-    def weight(self, w: Tensor, contracted: int, slot: int) -> Operand:
+    def weight(self, ws: Sequence[Tensor], contracted: int, slot: int) -> Operand:
         """See `Rule`: a square block is contracted over either dim."""
-        return _pow2(w, _blocks(w, (BLOCK, BLOCK)), E4M3)
-
-
-def _blocks(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """x [..., N, K] -> for each element the largest |value| of its block of `size`; blocks at the ends are shorter."""
-    (n, k), (N, K) = size, x.shape[-2:]
-    padded = torch.nn.functional.pad(x.abs(), (0, -K % k, 0, -N % n))
-    tiles = padded.unflatten(-1, (-1, k)).unflatten(-3, (-1, n))  # [..., N / n, n, K / k, k]
-    amax = tiles.amax((-3, -1), keepdim=True).expand_as(tiles)
-    return amax.flatten(-4, -3).flatten(-2, -1)[..., :N, :K]
+        return self.ops.weights_pow2(ws, (BLOCK, BLOCK))
 
 
 STATELESS: dict[str, type[Rule]] = {

@@ -1,6 +1,7 @@
 """The scale rules for studying, against float64: accuracy, formats, ranges, ragged groups, where maxima come from."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from converters.delayed_config import DelayedConfig
 from converters.expert_mlp import expert_mlp
 from converters.expert_weight import FP8ExpertWeight
 from converters.grouped_mm import grouped_mm
+from converters.rules import plain
+from converters.rules.delayed import Delayed
 from converters.rules.formats import E4M3, E5M2, exact_scale, pow2_scale
+from converters.rules.operand import QuantizedOperand
 from converters.rules.ragged import ragged
-from converters.rules.rule import STATELESS, Blockwise, Operand, Rule
+from converters.rules.rule import STATELESS, Blockwise, Rule
 from converters.rules.state import DelayedState
 from tests.helpers import GROUPS, NAMES, Experts, exact_mlp, fp8_mlp, make_experts, offsets, sqnr_db, with_tail
 
@@ -68,10 +72,10 @@ def test_an_operand_has_its_formats_sqnr_whatever_the_rule(recipe: str, fmt: obj
         assert abs(sqnr_db(x, quantize(x, fmt, rows, 0).dequantized(rows)) - db) < 0.3
     w = torch.randn(3, 144, 272) * 0.02
     for dim in (1, 2):
-        assert abs(sqnr_db(w, rule.weight(w, dim, 0).dequantized(rows)) - 31.5) < 0.3
+        assert abs(sqnr_db(w, rule.weight([w], dim, 0).dequantized(rows)) - 31.5) < 0.3
 
 
-def flushed_rows(operand: Operand) -> float:
+def flushed_rows(operand: QuantizedOperand) -> float:
     return (operand.q.float().abs().amax(1) == 0).float().mean().item()
 
 
@@ -138,7 +142,7 @@ def test_blocks_begin_anew_with_each_group() -> None:
 def test_blockwise_weights_have_a_scale_a_square_of_128() -> None:
     w = torch.ones(1, 144, 272)
     w[0, 0, 0], w[0, 140, 260] = 448.0, 448.0 * 4
-    scale = Blockwise().weight(w, 2, 0).scale[0]
+    scale = Blockwise().weight([w], 2, 0).scale[0]
     one = pow2_scale(torch.ones(()), E4M3)
     assert scale[:128, :128].eq(1).all()
     assert scale[128:, 256:].eq(4).all()
@@ -185,6 +189,20 @@ def test_products_that_a_module_spells_itself_follow_the_rule(recipe: str) -> No
         (dw,) = torch.autograd.grad(y, [weight], torch.randn(50, 96))
         assert dw[1].any()
         assert not dw[::2].any()
+
+
+def test_a_rule_in_plain_torch_has_the_same_memory() -> None:
+    """Telemetry needs FP8 and scales where kernels keep values only."""
+    kernels = SimpleNamespace()
+    for rule in STATELESS.values():
+        assert rule(kernels).in_plain() == rule(plain)
+    x, rows = torch.randn(6, 16), ragged(offsets((6,)), 6)
+    rule = Delayed(torch.zeros(1, 2, 1), 0, kernels)
+    made = rule.in_plain().rows(x, E4M3, rows, 0)
+    assert isinstance(made, QuantizedOperand)
+    assert rule.ops is kernels
+    assert rule.amax.item() == x.abs().max()
+    assert rule.used[0, 1] == made.outer
 
 
 def test_delayed_without_a_state_is_refused() -> None:
