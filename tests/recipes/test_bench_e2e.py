@@ -3,11 +3,14 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torchtitan.config import JobConfig
 
-from recipes.bench_e2e import Job, jobs, main, measure, show
+from recipes import bench_e2e
+from recipes.bench_e2e import CLEAN_STEPS, LOG_FREQ, PROFILED, STEPS, Job, jobs, main, measure, show
 from recipes.trace import kind_of, read_trace, short_name, step_kernels
 
 
@@ -33,6 +36,32 @@ def test_one_gpu_has_no_wires_and_a_recipe_may_name_a_flavor(tmp_path: Path) -> 
         f"{model} single {p}" for model in ("llama4", "debug_bias") for p in ("bf16", "fp8 experts", "fp8")
     ]
     assert ["--model.flavor=debug_bias" in r.command for r in runs] == [False] * 3 + [True] * 3
+
+
+def test_speed_is_that_of_steps_as_a_user_logs_them_and_the_profiled_one_is_ordinary() -> None:
+    assert JobConfig().metrics.log_freq == LOG_FREQ
+    logged = {s for s in range(1, STEPS + 1) if s == 1 or s % LOG_FREQ == 0 or s == STEPS}
+    assert set(CLEAN_STEPS) == {s for s in logged if LOG_FREQ < s < PROFILED}
+    profiling = JobConfig().profiling
+    assert max(CLEAN_STEPS) <= PROFILED - profiling.profiler_active - profiling.profiler_warmup
+    assert not logged & {PROFILED, PROFILED + 1}
+    assert PROFILED < STEPS < 2 * PROFILED - profiling.profiler_warmup, "one trace"
+
+
+def test_a_run_reports_the_speed_between_compilation_and_profiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    series = {
+        "throughput(tps)": {1: 1.0, 10: 2.0, 20: 300.0, 30: 600.0, 37: 9.0},
+        "memory/max_active(GiB)": {1: 3.0, 37: 2.0},
+        "loss_metrics/global_avg_loss": {1: 8.0, 37: 7.0},
+        "grad_norm": {1: 1.0, 37: 2.0},
+    }
+    monkeypatch.setattr(bench_e2e, "read_run", lambda folder: SimpleNamespace(series=series.__getitem__))
+    job = Job(name="n", recipe="r", layout="single", precision="bf16", command=("true",), folder=tmp_path / "run")
+    found = measure(job, 100)
+    assert found["tokens_per_second_per_gpu"] == 400, "as many tokens at each speed"
+    assert (found["peak_gib"], found["final_loss"], found["grad_norm"]) == (3.0, 7.0, 2.0)
 
 
 @pytest.mark.parametrize(
