@@ -49,7 +49,7 @@ def sqnr_db(signal: float, noise: float) -> float | None:
 
 
 def operand_figures(record: Sequence[float]) -> dict[str, float]:
-    """The figures of an operand's record (telemetry_stats.OPERAND); none where nothing was measured."""
+    """The figures of an operand's record (telemetry_records.OPERAND); none where nothing was measured."""
     amax, scale_max, minus_min, flushed, nonzero, saturated, finite, non_finite, signal, noise = record
     if finite + non_finite == 0:
         return {}
