@@ -11,7 +11,7 @@ multiplier is what a value is multiplied by before the cast: maximum of the form
 
 import copy
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Self
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from converters.delayed_config import DelayedConfig
 from converters.rules import plain
 from converters.rules.formats import E4M3, Format
-from converters.rules.operand import Operand, Settle
+from converters.rules.operand import Operand
 from converters.rules.ragged import Ragged
 
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -45,20 +45,46 @@ def update(history: Tensor, multiplier: Tensor, fmt_max: float, config: DelayedC
     history.copy_(torch.where(recorded != 0, window, history))
 
 
+@dataclass(frozen=True)
+class _Slot:
+    """What `Settle` is, of one slot."""
+
+    rule: "Delayed"
+    slot: int
+    fmt_max: float
+
+    @property
+    def final(self) -> bool:
+        return self.rule.final
+
+    def __call__(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+        rule, slot = self.rule, self.slot
+        rule.amax[slot] = amax
+        multiplier, scale = rule.given[slot]
+        if rule.final:
+            return multiplier, scale
+        unknown, usable = multiplier == 0, (amax > 0) & (amax < torch.inf)
+        now = torch.where(usable, multiplier_for(amax, self.fmt_max, rule.margin), 1.0)
+        rule.used[slot, 0] = multiplier = torch.where(unknown, now, multiplier)
+        rule.used[slot, 1] = scale = torch.where(unknown, multiplier.reciprocal(), scale)
+        return multiplier, scale
+
+
 class Delayed:
     """One GEMM's or MLP's operands of one pass, each cast with a multiplier that was settled before.
 
     given: float32 [S, 2, E], multiplier and scale of each slot; a multiplier of 0 stands for "take the maximum now".
-    Afterwards `used` [S, 2, E] has what was used and `amax` [S, E] the maxima of what was cast.
+    final: there is none of 0. Afterwards `used` [S, 2, E] has what was used and `amax` [S, E] the maxima of what was
+    cast.
     """
 
-    def __init__(self, given: Tensor, margin: int, ops: ModuleType = plain) -> None:
-        self.given, self.used, self.margin, self.ops = given, given.clone(), margin, ops
+    def __init__(self, given: Tensor, margin: int, ops: ModuleType = plain, final: bool = False) -> None:
+        self.given, self.used, self.margin, self.ops, self.final = given, given.clone(), margin, ops, final
         self.amax = torch.zeros_like(given[:, 0])
 
     def rows(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
         """See `Rule`."""
-        return self.ops.experts_given(x, fmt, rows, self.given[slot, 0], self._settle(slot, fmt))
+        return self.ops.experts_given(x, fmt, rows, self.given[slot, 0], _Slot(self, slot, fmt.max))
 
     def columns(self, x: Tensor, fmt: Format, rows: Ragged, slot: int) -> Operand:
         """See `Rule`: the same bytes."""
@@ -70,22 +96,10 @@ class Delayed:
 
     def weight(self, ws: Sequence[Tensor], contracted: int, slot: int) -> Operand:
         """See `Rule`: the same bytes whatever is contracted."""
-        return self.ops.weights_given(ws, self.given[slot, 0], self._settle(slot, E4M3))
+        return self.ops.weights_given(ws, self.given[slot, 0], _Slot(self, slot, E4M3.max))
 
     def in_plain(self) -> Self:
         """See `Rule`."""
         same = copy.copy(self)
         same.ops = plain
         return same
-
-    def _settle(self, slot: int, fmt: Format) -> Settle:
-        return partial(self._settled, slot, fmt)
-
-    def _settled(self, slot: int, fmt: Format, amax: Tensor) -> tuple[Tensor, Tensor]:
-        multiplier, scale = self.given[slot]
-        unknown, usable = multiplier == 0, torch.isfinite(amax) & (amax > 0)
-        now = torch.where(usable, multiplier_for(amax, fmt.max, self.margin), 1.0)
-        self.used[slot, 0] = multiplier = torch.where(unknown, now, multiplier)
-        self.used[slot, 1] = scale = torch.where(unknown, multiplier.reciprocal(), scale)
-        self.amax[slot] = amax
-        return multiplier, scale

@@ -30,9 +30,8 @@ def pow2_scale(amax: Tensor, fmt: Format) -> Tensor:
 
 def exact_scale(amax: Tensor, fmt: Format) -> Tensor:
     """amax / maximum in float32, so that the largest value becomes the format's largest. An amax of 0 gives 1."""
-    scale = amax.float().clamp_min(AMAX_FLOOR) / fmt.max
-    scale = torch.where(amax == 0, torch.ones_like(scale), scale)
-    return torch.where(torch.isfinite(amax), scale, torch.full_like(scale, torch.nan))
+    scale = torch.where(amax == 0, 1.0, amax.float().clamp_min(AMAX_FLOOR) / fmt.max)
+    return scale + (amax - amax)  # 0, or nan of inf and nan: few kernels, for so little they are all launches
 
 
 def cast(x: Tensor, multiplier: Tensor, fmt: Format) -> Tensor:

@@ -29,7 +29,8 @@ def _given(layout: Layout, fmt: Format, given: Tensor, settle: Settle) -> tuple[
     seen = layout.zeros()
     v = fake_known(layout, fmt is E5M2, given, raised=seen)
     multiplier, outer = settle(seen.view(torch.float32)[:, 0])
-    repair(layout, fmt is E5M2, multiplier, given, v)
+    if not settle.final:
+        repair(layout, fmt is E5M2, multiplier, given, v)
     return v, outer
 
 

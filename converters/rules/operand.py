@@ -1,6 +1,5 @@
 """What a rule makes of a tensor: FP8 with scales, or only the values that these stand for."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +8,15 @@ from torch import Tensor
 
 from converters.rules.ragged import Ragged
 
-Settle = Callable[[Tensor], tuple[Tensor, Tensor]]  # amax [E] -> what to multiply by before the cast, and outer
+
+class Settle(Protocol):
+    """Which multipliers a cast has, after its maxima are known. final: those that were given, none of them 0."""
+
+    final: bool
+
+    def __call__(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """amax float32 [E] -> what to multiply by before the cast, and outer."""
+        ...
 
 
 class Operand(Protocol):

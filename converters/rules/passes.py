@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from converters.delayed_config import DelayedConfig
 from converters.numerics import Numerics
 from converters.rules.delayed import Delayed
 from converters.rules.formats import FORMATS
@@ -51,7 +52,7 @@ def forward_rule(n: Numerics, state: list[Tensor], offs: Tensor, call: str) -> R
     if not state:
         return STATELESS[n.recipe](ops(offs.device.type))
     parsed = Call.parse(call)
-    return Delayed(forward_given(state, len(offs), parsed), parsed.config.margin, ops(offs.device.type))
+    return _delayed(forward_given(state, len(offs), parsed), parsed.config, offs)
 
 
 def backward_rule(n: Numerics, state: list[Tensor], used: Tensor, offs: Tensor, call: str) -> Rule:
@@ -59,8 +60,13 @@ def backward_rule(n: Numerics, state: list[Tensor], used: Tensor, offs: Tensor, 
     if not state:
         return STATELESS[n.recipe](ops(offs.device.type))
     parsed = Call.parse(call)
-    given = torch.cat([used, backward_given(state, len(offs), parsed)])
-    return Delayed(given, parsed.config.margin, ops(offs.device.type))
+    return _delayed(torch.cat([used, backward_given(state, len(offs), parsed)]), parsed.config, offs)
+
+
+def _delayed(given: Tensor, config: DelayedConfig, offs: Tensor) -> Delayed:
+    """448 / amax of float32 is above 2**-120: without a cold slot no multiplier is 0, unless the margin makes it so."""
+    final = not config.warm_start and config.margin <= 16
+    return Delayed(given, config.margin, ops(offs.device.type), final)
 
 
 def outcome(rule: Rule, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,10 @@ from torch import Tensor
 from converters.delayed_config import DelayedConfig
 from converters.grouped_mm import grouped_mm
 from converters.numerics import Numerics
-from converters.rules.delayed import FLOAT_MAX, update
+from converters.rules.delayed import FLOAT_MAX, Delayed, multiplier_for, update
+from converters.rules.formats import E4M3
+from converters.rules.passes import forward_rule
+from converters.rules.ragged import ragged
 from converters.rules.state import DelayedState
 from tests.helpers import offsets
 
@@ -169,6 +172,22 @@ def test_warm_start_takes_the_maximum_now_the_first_time_and_for_each_expert() -
         assert torch.allclose(y, x)
         assert torch.allclose(x.grad, g, atol=0)
     assert top(grouped_mm(2 * x.detach(), w, offsets((8, 8)), N, state)) == 1000  # not any more
+
+
+@pytest.mark.parametrize(("options", "final"), [({}, True), ({"warm_start": True}, False), ({"margin": 40}, False)])
+def test_where_no_multiplier_can_be_0_none_is_looked_for(options: dict, final: bool) -> None:
+    """With the largest maximum there is and margin 16 a multiplier is above 0; either way does the same."""
+    assert (multiplier_for(torch.tensor(FLOAT_MAX), 448.0, 16) > 0).all()
+    state = linear_state(**options)
+    rule = forward_rule(N, state.tensors(), offsets((16,)), state.call(0).key)
+    assert rule.final is final
+    x, rows = torch.randn(16, 16), ragged(offsets((16,)), 16)
+    given = torch.tensor([[[3.0], [1 / 3]]])
+    rules = [Delayed(given, 0, final=f) for f in (True, False)]
+    a, b = (r.rows(x, E4M3, rows, 0) for r in rules)
+    assert torch.equal(a.dequantized(rows), b.dequantized(rows))
+    assert torch.equal(rules[0].used, rules[1].used)
+    assert rules[0].amax == rules[1].amax == x.abs().max()
 
 
 def test_cached_weights_are_those_of_the_first_microbatch_with_their_own_scale() -> None:
