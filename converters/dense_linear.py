@@ -18,10 +18,13 @@ from torch import Tensor
 
 from converters.backends import get_backend
 from converters.backends.reference import FP8
+from converters.differentiable import differentiable, unwrapped
 from converters.gathered_weight import FP8GatheredWeight
+from converters.kernels.ops import operator
 from converters.numerics import Numerics
 from converters.scaling import compute_dtype, op_key, wgrad
-from converters.telemetry_mlp import gemm_backward, gemm_forward
+from converters.telemetry import is_measured
+from converters.telemetry_mlp import gemm_backward, gemm_forward, parts_of
 from converters.weight_cache import fp8_weight, quantized
 
 
@@ -32,13 +35,26 @@ def one_group(backend: str, rows: int, device: torch.device) -> object:
     return get_backend(backend).groups(offs, rows)
 
 
+def rows_of_each(joined: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """[..., N, K] -> views [..., N_i, K] of each weight [N_i, K]."""
+    return [joined] if len(weights) == 1 else list(joined.split([len(w) for w in weights], dim=-2))
+
+
 def gathered_scale(weights: list[Tensor]) -> Tensor | None:
     """The scale that these weights share where FSDP2 has gathered them in FP8."""
     first = weights[0]
     return first._scale if isinstance(first, FP8GatheredWeight) else None
 
 
-@torch.library.custom_op("titan_moe_fp8::dense_linear", mutates_args=())
+def _empty(
+    x: Tensor, weights: list[Tensor], scale: Tensor | None, numerics: str, dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    T = x.shape[0]
+    outs = [x.new_empty((T, w.shape[0]), dtype=dtype) for w in weights]
+    return outs, x.new_empty(x.shape, dtype=FP8), x.new_empty(T, dtype=torch.float32)
+
+
+@operator(_empty, name="dense_linear")
 def _forward(
     x: Tensor, weights: list[Tensor], scale: Tensor | None, numerics: str, dtype: torch.dtype
 ) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -47,27 +63,32 @@ def _forward(
     backend = get_backend(n.backend)
     x8, sx = backend.quantize_rows(x)
     groups = one_group(n.backend, x.shape[0], x.device)
-    parts = [(w.unsqueeze(0), scale) for w in weights]
     if scale is not None:  # gathered in FP8: not joined, the parts serve as they are
-        joined, w8 = None, parts
+        joined, w8 = None, parts_of(weights, scale)
     else:
         joined = quantized(weights, n, backward=False)
-        w8 = [(q, joined.scale) for q in joined.q.split([len(w) for w in weights], dim=1)]
+        w8 = [(q, joined.scale) for q in rows_of_each(joined.q, weights)]
     ys = [backend.gemm_rows(x8, sx, *part, groups, dtype, n.accumulate) for part in w8]
-    gemm_forward(parts, joined, groups.offs, x, (x8, sx), ys)
+    if is_measured(weights[0]):
+        gemm_forward(parts_of(weights, scale), joined, groups.offs, x, (x8, sx), ys)
     return ys, x8, sx
 
 
-@_forward.register_fake
-def _(
-    x: Tensor, weights: list[Tensor], scale: Tensor | None, numerics: str, dtype: torch.dtype
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    T = x.shape[0]
-    outs = [x.new_empty((T, w.shape[0]), dtype=dtype) for w in weights]
-    return outs, x.new_empty(x.shape, dtype=FP8), x.new_empty(T, dtype=torch.float32)
+def _empty_gradients(
+    g: Tensor,
+    x: Tensor | None,
+    x8: Tensor,
+    sx: Tensor,
+    weights: list[Tensor],
+    scale: Tensor | None,
+    numerics: str,
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    return g.new_empty(x8.shape, dtype=x_dtype), g.new_empty((g.shape[1], x8.shape[1]), dtype=w_dtype)
 
 
-@torch.library.custom_op("titan_moe_fp8::dense_linear_backward", mutates_args=())
+@operator(_empty_gradients, name="dense_linear_backward")
 def _backward(
     g: Tensor,
     x: Tensor | None,
@@ -88,24 +109,9 @@ def _backward(
     dx = backend.gemm_rows(g8, sg, w.q_t, w.scale_t, groups, x_dtype, n.accumulate)
     del w
     dw = wgrad((g8, sg, g), (x8, sx, x), groups, w_dtype, n)
-    parts, dws = [(part.unsqueeze(0), scale) for part in weights], list(dw.split([len(w) for w in weights], dim=1))
-    gemm_backward(parts, groups.offs, g, (g8, sg), sx, dx, dws)
+    if is_measured(weights[0]):
+        gemm_backward(parts_of(weights, scale), groups.offs, g, (g8, sg), sx, dx, rows_of_each(dw, weights))
     return dx, dw.squeeze(0)
-
-
-@_backward.register_fake
-def _(
-    g: Tensor,
-    x: Tensor | None,
-    x8: Tensor,
-    sx: Tensor,
-    weights: list[Tensor],
-    scale: Tensor | None,
-    numerics: str,
-    x_dtype: torch.dtype,
-    w_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return g.new_empty(x8.shape, dtype=x_dtype), g.new_empty((g.shape[1], x8.shape[1]), dtype=w_dtype)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -116,13 +122,13 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _gradients(ctx: Any, gs: list[Tensor], *unused: Tensor) -> tuple[Tensor | list[Tensor] | None, ...]:
-    keep_x, x8, sx, scale, *weights = ctx.saved_tensors
+    keep_x, x8, sx, scale, *weights = map(unwrapped, ctx.saved_tensors)
     g = gs[0].contiguous() if len(gs) == 1 else torch.cat(gs, dim=1)
     dx, dw = _backward(g, keep_x, x8, sx, weights, scale, ctx.numerics, *ctx.dtypes)
-    return dx, list(dw.split([w.shape[0] for w in weights])), None, None, None
+    return dx, rows_of_each(dw, weights), None, None, None
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+_linear = differentiable(_forward, _save, _gradients)
 
 
 def dense_linear(x: Tensor, weights: list[Tensor], numerics: Numerics) -> list[Tensor]:
@@ -139,15 +145,15 @@ def dense_linear(x: Tensor, weights: list[Tensor], numerics: Numerics) -> list[T
     Raises:
         ValueError: shapes that do not belong together.
     """
-    K = x.shape[-1]
-    if x.dim() < 1 or any(w.dim() != 2 or w.shape[1] != K for w in weights):
-        shapes = ", ".join(str(tuple(t.shape)) for t in (x, *weights))
-        raise ValueError(f"dense_linear takes x [..., K] and weights [N, K]; got {shapes}.")
+    shapes = [x.shape, *(w.shape for w in weights)]
+    if x.dim() < 1 or any(len(shape) != 2 or shape[1] != x.shape[-1] for shape in shapes[1:]):
+        got = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(f"dense_linear takes x [..., K] and weights [N, K]; got {got}.")
     return dense_linear_by_key(x, weights, op_key(numerics, *weights))
 
 
 def dense_linear_by_key(x: Tensor, weights: list[Tensor], key: str) -> list[Tensor]:
     """`dense_linear`, its numerics as the key that `op_key` makes of them and the weights."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
-    ys = _forward(rows, weights, gathered_scale(weights), key, compute_dtype(x))[0]
+    ys = _linear(rows, weights, gathered_scale(weights), key, compute_dtype(x))
     return [y.view(*x.shape[:-1], y.shape[1]) for y in ys]

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from converters.backends import get_backend
 from converters.backends.reference import FP8, QuantizedWeight
 from converters.config import Numerics
 from converters.dense_linear import one_group
+from converters.differentiable import differentiable, unwrapped
 from converters.gathered_weight import FP8GatheredWeight
+from converters.kernels.ops import operator
 from converters.mlp_gradients import gradient_rows, makes_both, mlp_gradients, taken
 from converters.rules.mlp import ruled_mlp
 from converters.rules.state import DelayedState
@@ -67,7 +68,24 @@ def gathered_scales(w1: Tensor, w2: Tensor, w3: Tensor) -> Scales:
     return None, None
 
 
-@torch.library.custom_op("titan_moe_fp8::expert_mlp", mutates_args=())
+def _empty_mlp(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    s13: Tensor | None,
+    s2: Tensor | None,
+    offs: Tensor | None,
+    numerics: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    M, D, H = *x.shape, w1.shape[-2]
+    rows = [x.new_empty(M, dtype=torch.float32) for _ in range(2)]
+    x8, h8 = x.new_empty((M, D), dtype=FP8), x.new_empty((M, H), dtype=FP8)
+    return x.new_empty((M, D), dtype=dtype), x8, rows[0], x.new_empty((M, 2 * H), dtype=dtype), h8, rows[1]
+
+
+@operator(_empty_mlp, name="expert_mlp")
 def _forward(
     x: Tensor,
     w1: Tensor,
@@ -92,24 +110,6 @@ def _forward(
     return out, x8, sx, y13, h8, sh
 
 
-@_forward.register_fake
-def _(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    s13: Tensor | None,
-    s2: Tensor | None,
-    offs: Tensor | None,
-    numerics: str,
-    dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
-    M, D, H = *x.shape, w1.shape[-2]
-    rows = [x.new_empty(M, dtype=torch.float32) for _ in range(2)]
-    x8, h8 = x.new_empty((M, D), dtype=FP8), x.new_empty((M, H), dtype=FP8)
-    return x.new_empty((M, D), dtype=dtype), x8, rows[0], x.new_empty((M, 2 * H), dtype=dtype), h8, rows[1]
-
-
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, *weights, offs, numerics, _ = inputs  # w1, w2, w3, s13, s2
     ctx.save_for_backward(*weights, offs, x if Numerics.parse(numerics).wgrad_from_hp else None, *output[1:])
@@ -117,20 +117,19 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
 
 
-@once_differentiable
 def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
     if g is None:
         return (None,) * 9
     saved, n, g = taken(ctx, SAVED), Numerics.parse(ctx.numerics), g.contiguous()
     offs = saved.pop("offs")
     tables = [] if offs is None else get_backend(n.backend).groups(offs, g.shape[0]).tables
-    saved["g8"], saved["sg"] = gradient_rows(g, saved["w1"], tables, ctx.numerics)
+    saved["g8"], saved["sg"] = gradient_rows(g, unwrapped(saved["w1"]), tables, ctx.numerics)
     saved["g"] = g if n.wgrad_from_hp else None
     del g
     return *mlp_gradients(saved, tables, ctx.numerics, ctx.dtypes), *(None,) * 5
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+_mlp = differentiable(_forward, _save, _gradients)
 
 
 def expert_mlp(
@@ -171,4 +170,4 @@ def expert_mlp(
 def mlp_of_rows(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor | None, numerics: Numerics) -> Tensor:
     """`expert_mlp` of contiguous rows x [M, D], not emulated; offs None: w1, w3 [H, D] and w2 [D, H], for all rows."""
     scales, key = gathered_scales(w1, w2, w3), op_key(numerics, w1, w2, w3)
-    return _forward(x, w1, w2, w3, *scales, offs, key, compute_dtype(x))[0]
+    return _mlp(x, w1, w2, w3, *scales, offs, key, compute_dtype(x))

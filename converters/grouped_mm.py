@@ -15,6 +15,8 @@ from torch import Tensor
 from converters.backends import get_backend
 from converters.backends.reference import FP8
 from converters.config import Numerics
+from converters.differentiable import differentiable, unwrapped
+from converters.kernels.ops import operator
 from converters.rules.gemm import ruled_mm
 from converters.rules.state import DelayedState
 from converters.scaling import compute_dtype, op_key, wgrad
@@ -22,7 +24,16 @@ from converters.telemetry_mlp import gemm_backward, gemm_forward
 from converters.weight_cache import quantized
 
 
-@torch.library.custom_op("titan_moe_fp8::grouped_mm", mutates_args=())
+def _empty(x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    M = x.shape[0]
+    return (
+        x.new_empty((M, w.shape[2]), dtype=dtype),
+        x.new_empty(x.shape, dtype=FP8),
+        x.new_empty(M, dtype=torch.float32),
+    )
+
+
+@operator(_empty, name="grouped_mm")
 def _forward(x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """-> y [M, N], and for backward x8 [M, K], sx [M]."""
     n = Numerics.parse(numerics)
@@ -35,17 +46,13 @@ def _forward(x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dty
     return y, x8, sx
 
 
-@_forward.register_fake
-def _(x: Tensor, w: Tensor, offs: Tensor, numerics: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    M = x.shape[0]
-    return (
-        x.new_empty((M, w.shape[2]), dtype=dtype),
-        x.new_empty(x.shape, dtype=FP8),
-        x.new_empty(M, dtype=torch.float32),
-    )
+def _empty_gradients(
+    g: Tensor, x: Tensor | None, x8: Tensor, sx: Tensor, w: Tensor, offs: Tensor, numerics: str, x_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return g.new_empty(x8.shape, dtype=x_dtype), w.new_empty((w.shape[0], w.shape[2], w.shape[1]))
 
 
-@torch.library.custom_op("titan_moe_fp8::grouped_mm_backward", mutates_args=())
+@operator(_empty_gradients, name="grouped_mm_backward")
 def _backward(
     g: Tensor, x: Tensor | None, x8: Tensor, sx: Tensor, w: Tensor, offs: Tensor, numerics: str, x_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -61,13 +68,6 @@ def _backward(
     return dx, dw
 
 
-@_backward.register_fake
-def _(
-    g: Tensor, x: Tensor | None, x8: Tensor, sx: Tensor, w: Tensor, offs: Tensor, numerics: str, x_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return g.new_empty(x8.shape, dtype=x_dtype), w.new_empty((w.shape[0], w.shape[2], w.shape[1]))
-
-
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, w, offs, numerics, _ = inputs
     keep_x = x if Numerics.parse(numerics).wgrad_from_hp else None
@@ -79,11 +79,11 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
     if g is None:
         return (None,) * 5
-    dx, dw = _backward(g.contiguous(), *ctx.saved_tensors, ctx.numerics, ctx.x_dtype)
+    dx, dw = _backward(g.contiguous(), *map(unwrapped, ctx.saved_tensors), ctx.numerics, ctx.x_dtype)
     return dx, dw.transpose(1, 2), None, None, None
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+_mm = differentiable(_forward, _save, _gradients)
 
 
 def grouped_mm(
@@ -112,4 +112,4 @@ def grouped_mm(
     x, offs, dtype = x.contiguous(), offs.to(torch.int32), compute_dtype(x)
     if numerics.backend == "emulated":
         return ruled_mm(x, w, offs, numerics, dtype, state, first_expert)
-    return _forward(x, w, offs, op_key(numerics, w), dtype)[0]
+    return _mm(x, w, offs, op_key(numerics, w), dtype)

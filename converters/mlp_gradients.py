@@ -31,6 +31,7 @@ from torch import Tensor
 from converters.backends import get_backend
 from converters.backends.reference import FP8, dswiglu, swiglu
 from converters.dense_linear import one_group
+from converters.differentiable import unwrapped
 from converters.kernels.ops import operator
 from converters.numerics import Numerics
 from converters.scaling import wgrad_gemm
@@ -210,7 +211,7 @@ def mlp_gradients(
     gradients. send: called before dw1 and dw3 are computed, with the only reference to dx.
     """
     n, sg, sx, M = Numerics.parse(numerics), saved.pop("sg"), saved.pop("sx"), saved["y13"].shape[0]
-    w1, w2, w3, s13, s2 = (saved.pop(name) for name in ("w1", "w2", "w3", "s13", "s2"))
+    w1, w2, w3, s13, s2 = (unwrapped(saved.pop(name)) for name in ("w1", "w2", "w3", "s13", "s2"))
 
     def side(q: Tensor, scale: Tensor, hp: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if n.wgrad == "bf16":

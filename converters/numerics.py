@@ -3,7 +3,7 @@ hashable, and a string where an op takes no dataclass.
 """
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 Recipe = Literal["tokenwise", "rowwise", "tensorwise", "blockwise", "delayed"]
@@ -28,6 +28,8 @@ class Numerics:
     fp8_all_gather: FSDP2 gathers the weight in FP8.
     used_once: one forward and one backward are all that use it between two optimizer steps; what was quantized from it
     is dropped on the way.
+    key: all of it as one string, since ops take no dataclasses; `Numerics.parse` is the inverse. temporary_key: that of
+    the same, but temporary. Made once: an op asks for one at each call.
     """
 
     recipe: Recipe = "tokenwise"
@@ -39,6 +41,8 @@ class Numerics:
     fp8_all_gather: bool = False
     used_once: bool = False
     grad_dtype: GradDtype = "auto"
+    key: str = field(init=False, repr=False, compare=False)
+    temporary_key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.backend != "emulated" and needs_emulation(self.recipe, self.grad_dtype):
@@ -46,18 +50,16 @@ class Numerics:
                 f"backend {self.backend!r} has no recipe {self.recipe!r} with {self.gradients} gradients: only "
                 "'emulated' has."
             )
-
-    @property
-    def key(self) -> str:
-        """All of it as one string: custom ops take no dataclasses. `Numerics.parse` is the inverse."""
-        return "/".join(str(getattr(self, f.name)) for f in fields(self))
+        for name, temporary in (("key", self.temporary), ("temporary_key", True)):
+            values = (temporary if n == "temporary" else getattr(self, n) for n in INIT_FIELDS)
+            object.__setattr__(self, name, "/".join(map(str, values)))
 
     @staticmethod
     @functools.cache
     def parse(key: str) -> "Numerics":
         """The numerics whose `key` this is."""
         values = ({"True": True, "False": False}.get(v, v) for v in key.split("/"))
-        return Numerics(**{f.name: value for f, value in zip(fields(Numerics), values, strict=True)})
+        return Numerics(**dict(zip(INIT_FIELDS, values, strict=True)))
 
     @property
     def gradients(self) -> Literal["e4m3", "e5m2"]:
@@ -73,6 +75,9 @@ class Numerics:
         extra = [f"wgrad={self.wgrad}"] * (self.wgrad != "fp8") + ["precise"] * (self.accumulate == "precise")
         extra += [f"{self.gradients} gradients"] * (self.gradients != OWN_GRAD_DTYPE[self.recipe])
         return f"{self.recipe}, {self.backend}" + "".join(f", {e}" for e in extra)
+
+
+INIT_FIELDS = tuple(f.name for f in fields(Numerics) if f.init)
 
 
 def needs_emulation(recipe: str, grad_dtype: str) -> bool:

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from converters.backends import get_backend
 from converters.backends.reference import FP8
 from converters.config import Numerics
+from converters.differentiable import differentiable, unwrapped
 from converters.expert_mlp import forward_rows, forward_weights, gathered_scales
 from converters.kernels.ops import operator
 from converters.mlp_gradients import mlp_gradients, taken
@@ -90,7 +90,30 @@ def gradient_tokens(
     return token_kernels(backend).to_tokens(d, slots, dtype, scores if before else None, None, x)
 
 
-@torch.library.custom_op("titan_moe_fp8::routed_mlp", mutates_args=())
+def _empty_routed(
+    x: Tensor,
+    scores: Tensor,
+    slots: Tensor,
+    base: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    s13: Tensor | None,
+    s2: Tensor | None,
+    offs: Tensor,
+    before: bool,
+    numerics: str,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    M, D, H = scores.shape[0], x.shape[1], w1.shape[1]
+    sx, sh = (x.new_empty(M, dtype=torch.float32) for _ in range(2))
+    x8, h8 = x.new_empty((M, D), dtype=FP8), x.new_empty((M, H), dtype=FP8)
+    o = x.new_empty(0 if before else (M, D), dtype=dtype)
+    return x.new_empty(x.shape, dtype=out_dtype), o, x8, sx, x.new_empty((M, 2 * H), dtype=dtype), h8, sh
+
+
+@operator(_empty_routed, name="routed_mlp")
 def _forward(
     x: Tensor,
     scores: Tensor,
@@ -119,30 +142,6 @@ def _forward(
     return out, o.new_empty(0) if before else o, x8, sx, y13, h8, sh
 
 
-@_forward.register_fake
-def _(
-    x: Tensor,
-    scores: Tensor,
-    slots: Tensor,
-    base: Tensor | None,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    s13: Tensor | None,
-    s2: Tensor | None,
-    offs: Tensor,
-    before: bool,
-    numerics: str,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
-    M, D, H = scores.shape[0], x.shape[1], w1.shape[1]
-    sx, sh = (x.new_empty(M, dtype=torch.float32) for _ in range(2))
-    x8, h8 = x.new_empty((M, D), dtype=FP8), x.new_empty((M, H), dtype=FP8)
-    o = x.new_empty(0 if before else (M, D), dtype=dtype)
-    return x.new_empty(x.shape, dtype=out_dtype), o, x8, sx, x.new_empty((M, 2 * H), dtype=dtype), h8, sh
-
-
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, scores, slots, base, *weights, offs, before, numerics, _, _ = inputs  # w1, w2, w3, s13, s2
     ctx.save_for_backward(*weights, offs, x if before else None, scores, slots, *output[1:])
@@ -151,17 +150,17 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
 
 
-@once_differentiable
 def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
     if g is None:
         return (None,) * 14
     saved, before, backend = taken(ctx, SAVED), ctx.before, Numerics.parse(ctx.numerics).backend
     scores, slots, offs, tokens = (saved.pop(name) for name in ("scores", "slots", "offs", "x"))
     dbase = None if ctx.base_dtype is None else g.to(ctx.base_dtype)
-    rows = routed_gradient_rows(g.contiguous(), slots, scores, saved.pop("o"), saved["w1"], offs, before, backend)
+    o, w1 = saved.pop("o"), unwrapped(saved["w1"])
+    rows = routed_gradient_rows(g.contiguous(), slots, scores, o, w1, offs, before, backend)
     saved["g8"], saved["sg"], ds = rows
     saved["g"] = saved["x"] = None
-    del rows
+    del rows, o
 
     def send(d: Tensor) -> tuple[Tensor, Tensor]:
         return gradient_tokens(d, slots, scores, tokens, before, ctx.x_dtype, backend)
@@ -171,7 +170,7 @@ def _gradients(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None
     return dx, ds_before if before else ds, None, dbase, dw1, dw2, dw3, *(None,) * 7
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+_routed = differentiable(_forward, _save, _gradients)
 
 
 def out_dtype(x: Tensor, base: Tensor | None) -> torch.dtype:
@@ -208,4 +207,4 @@ def routed_mlp(
     """
     scales, key = gathered_scales(w1, w2, w3), op_key(numerics, w1, w2, w3)
     dtypes = compute_dtype(x), out_dtype(x, base)
-    return _forward(x.contiguous(), scores, slots, base, w1, w2, w3, *scales, offs, before, key, *dtypes)[0]
+    return _routed(x.contiguous(), scores, slots, base, w1, w2, w3, *scales, offs, before, key, *dtypes)

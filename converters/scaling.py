@@ -8,7 +8,6 @@
 With powers of two, re-scaling is exact but for new subnormals, so tokenwise needs no second copy of an activation.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def op_key(numerics: Numerics, *weights: Tensor) -> str:
     """`numerics` for a custom op on these weights: temporary if one of them is."""
     temporary = any(isinstance(w, WrappedWeight) and w._context.temporary for w in weights)
-    return replace(numerics, temporary=True).key if temporary else numerics.key
+    return numerics.temporary_key if temporary else numerics.key
 
 
 def wgrad_operand(rows: Rows, groups: object, numerics: Numerics) -> Any:
