@@ -14,6 +14,7 @@ cached (expert_weight.py).
 
 import threading
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,6 +31,10 @@ class _Entry:
     storages: tuple[StorageWeakRef, ...]
     versions: tuple[int, ...]
     quantized: QuantizedWeight
+
+    def is_dead(self) -> bool:
+        """Whether a storage is gone, whose address may be another one's by now."""
+        return any(ref.expired() for ref in self.storages)
 
 
 _entries: dict[Key, _Entry] = {}
@@ -80,7 +85,7 @@ def quantized(
     versions = tuple(w._version for w in weights)
     with _lock:
         entry = _entries.get(key)
-        if entry is not None and any(ref.expired() for ref in entry.storages):
+        if entry is not None and entry.is_dead():
             entry = None
         previous = None if entry is None else entry.quantized
         fresh = entry is not None and entry.versions == versions
@@ -90,12 +95,24 @@ def quantized(
             return make(previous=previous, forward=not backward, backward=backward)
         else:
             found = make(previous=previous, backward=backward or both or not numerics.used_once)
-            for dead in [k for k, e in _entries.items() if any(ref.expired() for ref in e.storages)]:
-                del _entries[dead]
+            _drop_dead()
         if found is not previous or numerics.used_once:
             kept = _without_used(found, backward) if numerics.used_once else found
-            _entries[key] = _Entry(tuple(StorageWeakRef(w.untyped_storage()) for w in weights), versions, kept)
+            storages = entry.storages if entry else tuple(StorageWeakRef(w.untyped_storage()) for w in weights)
+            _entries[key] = _Entry(storages, versions, kept)
         return found
+
+
+def _drop_dead() -> None:
+    """Looks at the two entries that nobody has looked at for longest, and at all if one of them is dead: weights go in
+    crowds. To look at all each time would cost a model with many layers more than the quantization's launches.
+    """
+    for key, entry in list(islice(_entries.items(), 2)):
+        if entry.is_dead():
+            for dead in [k for k, e in _entries.items() if e.is_dead()]:
+                del _entries[dead]
+            return
+        _entries[key] = _entries.pop(key)
 
 
 def _without_used(w: QuantizedWeight, backward: bool) -> QuantizedWeight:

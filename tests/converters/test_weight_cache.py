@@ -4,6 +4,7 @@ A stale entry is the worst kind of fault: the optimizer moves the parameter, the
 """
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -159,6 +160,45 @@ def test_freed_weights_leave_the_cache_and_are_never_mistaken_for_new_ones() -> 
         del experts, weights, cached, uncached
     mlp(parameters())
     assert len(weight_cache._entries) <= 2
+
+
+def test_freed_weights_leave_while_others_are_quantized_again_and_again() -> None:
+    alive = [parameters() for _ in range(4)]
+    gone = [parameters() for _ in range(3)]
+    for weights in (alive[0], gone[0], alive[1], gone[1], gone[2], *alive[2:]):
+        mlp(weights)
+    assert len(weight_cache._entries) == 14
+    del gone, weights
+    for _ in range(2):  # optimizer steps
+        for weights in alive:
+            with torch.no_grad():
+                torch._foreach_mul_(weights, 0.5)
+            mlp(weights)
+    assert len(weight_cache._entries) == 8
+    assert not any(entry.is_dead() for entry in weight_cache._entries.values())
+
+
+def test_threads_share_entries() -> None:
+    """autograd runs a device's backward on a thread of its own, pipeline schedules may run several."""
+    weights = [parameters() for _ in range(3)]
+    expected = [mlp(w).detach() for w in weights]
+    results: dict[int, list[Tensor]] = {}
+
+    def run(number: int) -> None:
+        found = results[number] = []
+        for i in range(30):
+            torch.autograd.graph.increment_version([plain(w.detach()) for w in weights[i % 3]])
+            found.append(mlp(weights[i % 3]).detach())
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in results.values():
+        assert len(found) == 30
+        assert all(torch.equal(out, expected[i % 3]) for i, out in enumerate(found))
+    assert len(weight_cache._entries) == 6
 
 
 def test_a_deep_copy_has_entries_of_its_own() -> None:
