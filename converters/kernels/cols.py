@@ -17,6 +17,7 @@ from torch import Tensor
 from converters.kernels.e4m3 import abs_bits, pack_e4m3, pow2_scale
 from converters.kernels.groups import CHUNK, TILE, max_chunks, max_tiles
 from converters.kernels.ops import operator
+from converters.kernels.sizes import cdiv
 
 AMAX = {"COLUMNS": 128, "num_warps": 4}  # columns of a program, and its warps: 16 KB of loads in flight each
 CAST = {"COLUMNS": 128, "num_warps": 4}
@@ -104,9 +105,9 @@ def quantize_columns(x: Tensor, row_scale: Tensor | None, spans: Tensor, chunks:
     amax = torch.zeros(scale.shape, dtype=torch.int32, device=x.device)
     sizes = {"TILE": TILE, "CHUNK": CHUNK, "SCALED": scaled}
     C, P4 = max_chunks(x.shape[0], E), q.shape[1] // 4
-    grid = (triton.cdiv(D, AMAX["COLUMNS"]), C)
+    grid = (cdiv(D, AMAX["COLUMNS"]), C)
     _amax_kernel[grid](x, row_scale, amax, spans, chunks, D, x.stride(0), E, **sizes, **AMAX)
-    grid = (triton.cdiv(D, CAST["COLUMNS"]), C)
+    grid = (cdiv(D, CAST["COLUMNS"]), C)
     words = q.view(torch.int32)
     _cast_kernel[grid](x, row_scale, amax, words, scale, spans, chunks, D, x.stride(0), P4, E, **sizes, **CAST)
     return q, scale

@@ -16,6 +16,7 @@ from torch import Tensor
 from converters.kernels.e4m3 import INTERPRETED, abs_bits
 from converters.kernels.e4m3 import pow2_scale as e4m3_scale
 from converters.kernels.rows import MAX_BLOCK
+from converters.kernels.sizes import cdiv, power_of_2
 
 TILE = 4096  # elements that a program holds, if a row is no longer than that
 EXACT = {"enable_fp_fusion": False}  # a fused multiply-add rounds once where torch rounds twice
@@ -111,9 +112,9 @@ def fake_rows(xs: Sequence[Tensor], five: bool, width: int | None = None) -> Ten
     out = empty_joined(xs)
     for x, at in parts_of(xs):
         E, N, K = x.shape
-        block = width or min(triton.next_power_of_2(K), MAX_BLOCK)
+        block = width or min(power_of_2(K), MAX_BLOCK)
         rows = max(TILE // block, 1)
-        grid = (triton.cdiv(N, rows), triton.cdiv(K, width) if width else 1, E)
+        grid = (cdiv(N, rows), cdiv(K, width) if width else 1, E)
         _rows_kernel[grid](
             x, out[:, at:], N, K, out.stride(0), ROWS=rows, WIDTH=block, WHOLE=not width, FIVE=five,
             num_warps=4 if block <= TILE else 8, **EXACT,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from converters.kernels.e4m3 import abs_bits, raise_amax
 from converters.kernels.fake import EXACT, empty_joined, narrowed, on_grid, parts_of, pow2_scale, widened
+from converters.kernels.sizes import cdiv
 
 TILE = {"ROWS": 128, "COLS": 128, "num_warps": 8}
 
@@ -37,13 +38,13 @@ class Layout:
     @property
     def of_slice(self) -> int:
         """Groups of an expert's weight."""
-        return triton.cdiv(sum(x.shape[1] for x in self.xs), self.height) if self.height else 1
+        return cdiv(sum(x.shape[1] for x in self.xs), self.height) if self.height else 1
 
     @property
     def table(self) -> tuple[int, int]:
         """The shape of a table of maxima."""
         live = self.groups if self.ids is not None else len(self.xs[0]) * self.of_slice
-        return live, triton.cdiv(self.xs[0].shape[2], self.width) if self.width else 1
+        return live, cdiv(self.xs[0].shape[2], self.width) if self.width else 1
 
     def zeros(self) -> Tensor:
         """A table of maxima that nothing has raised."""
@@ -52,7 +53,7 @@ class Layout:
     def launch(self, kernel: object, x: Tensor, at: int, *tensors: Tensor | None, **constants: object) -> None:
         """One part of the xs, whose first row is `at`."""
         (E, N, K), (live, across) = x.shape, self.table
-        grid = (triton.cdiv(N, TILE["ROWS"]), triton.cdiv(K, TILE["COLS"]), E)
+        grid = (cdiv(N, TILE["ROWS"]), cdiv(K, TILE["COLS"]), E)
         kernel[grid](
             x, self.ids, *tensors, N, K, at, self.of_slice, self.height or 1 << 30, live, across,
             RAGGED=self.ids is not None, WIDTH=self.width or 0, **constants, **TILE, **EXACT,

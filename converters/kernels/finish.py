@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from converters.kernels.fake import narrowed, widened
+from converters.kernels.sizes import cdiv
 
 TILE = {"ROWS": 16, "COLS": 256, "num_warps": 4}
 
@@ -60,7 +61,7 @@ def _weights_kernel(
 
 
 def _grid(N: int, K: int, E: int = 1) -> tuple[int, int, int]:
-    return triton.cdiv(N, TILE["ROWS"]), triton.cdiv(K, TILE["COLS"]), E
+    return cdiv(N, TILE["ROWS"]), cdiv(K, TILE["COLS"]), E
 
 
 def finish_rows(y: Tensor, ids: Tensor, experts: int, factor: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from converters.kernels.ops import operator
+from converters.kernels.sizes import power_of_2
 
 TILE = 128  # rows; also the contraction step of the weight gradient, so padding a group to it costs no extra step
 CHUNK = 512
@@ -80,6 +81,6 @@ def group_tables(offs: Tensor, M: int) -> tuple[Tensor, Tensor, Tensor]:
     spans, tiles, chunks = _empty_tables(offs, M)
     _tables_kernel[(E + 1,)](
         offs, spans, tiles, chunks, M, E,
-        EXPERTS=triton.next_power_of_2(E + 1), TILE=TILE, CHUNK=CHUNK,
+        EXPERTS=power_of_2(E + 1), TILE=TILE, CHUNK=CHUNK,
     )  # fmt: skip
     return spans, tiles, chunks

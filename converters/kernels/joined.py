@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from converters.kernels.ops import operator
+from converters.kernels.sizes import cdiv
 
 TILE = 128  # bytes: a row of a tile is one full line of L2, read along K and written along N
 
@@ -39,7 +40,7 @@ def join_transposed(parts: list[Tensor]) -> Tensor:
     E, K, N = out.shape
     n_offset = 0
     for part in parts:
-        grid = (triton.cdiv(K, TILE), triton.cdiv(part.shape[1], TILE), E)
+        grid = (cdiv(K, TILE), cdiv(part.shape[1], TILE), E)
         if part.numel():
             bytes_in, bytes_out = part.view(torch.uint8), out.view(torch.uint8)
             _transpose_kernel[grid](bytes_in, bytes_out, n_offset, part.shape[1], N, K, TILE=TILE, num_warps=8)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from converters.kernels.e4m3 import abs_bits, pow2_scale, to_e4m3
 from converters.kernels.ops import operator
+from converters.kernels.sizes import power_of_2
 
 MAX_BLOCK = 16384  # columns a program holds in registers; longer rows are read twice, the second time from L2
 
@@ -55,7 +56,7 @@ def quantize_rows(x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tenso
     q, scale = _empty_rows(x, index)
     x = x if x.stride(1) == 1 else x.contiguous()
     D = x.shape[1]
-    block = min(triton.next_power_of_2(max(D, 16)), MAX_BLOCK)
+    block = min(power_of_2(max(D, 16)), MAX_BLOCK)
     if q.shape[0]:
         _rows_kernel[(q.shape[0],)](
             x, index, q, scale, D, x.stride(0), GATHER=index is not None, ONE_BLOCK=block >= D, BLOCK=block,

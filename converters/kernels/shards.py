@@ -12,6 +12,7 @@ from torch import Tensor
 
 from converters.kernels.e4m3 import reciprocal, to_e4m3
 from converters.kernels.ops import operator
+from converters.kernels.sizes import cdiv
 from converters.kernels.weights import amax_kernel
 
 CHUNK, BLOCK = 1 << 15, 4096
@@ -36,7 +37,7 @@ def amax_slices(w: Tensor) -> Tensor:
     if w.numel():
         w = w.contiguous()
         size = w[0].numel()
-        grid = (triton.cdiv(size, CHUNK), w.shape[0])
+        grid = (cdiv(size, CHUNK), w.shape[0])
         amax_kernel[grid](w, bits, size, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8)
     return bits.view(torch.float32)
 
@@ -52,6 +53,6 @@ def cast_slices(w: Tensor, scale: Tensor) -> Tensor:
     if w.numel():
         w = w.contiguous()
         size = w[0].numel()
-        grid = (triton.cdiv(size, BLOCK), w.shape[0])
+        grid = (cdiv(size, BLOCK), w.shape[0])
         _shard_cast_kernel[grid](w, q, scale.contiguous(), size, BLOCK=BLOCK, num_warps=8)
     return q

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from converters.kernels.e4m3 import abs_bits, pow2_scale, to_e4m3
 from converters.kernels.ops import operator
+from converters.kernels.sizes import power_of_2
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def swiglu_rows(y13: Tensor) -> tuple[Tensor, Tensor]:
     q, scale = _empty_swiglu(y13)
     y13, (M, H) = y13.contiguous(), q.shape
     if M:
-        block = triton.next_power_of_2(H)
+        block = power_of_2(H)
         _swiglu_kernel[(M,)](y13, q, scale, H, BLOCK=block, num_warps=8 if block <= 8192 else 16)
     return q, scale
 
@@ -71,7 +72,7 @@ def _empty_dswiglu(dh: Tensor, y13: Tensor) -> tuple[Tensor, Tensor]:
 def _fill_dswiglu(dh: Tensor, y13: Tensor, q: Tensor, scale: Tensor) -> None:
     M, H = dh.shape
     if M:
-        _dswiglu_kernel[(M,)](dh, y13, q, scale, H, BLOCK=triton.next_power_of_2(H), num_warps=16)
+        _dswiglu_kernel[(M,)](dh, y13, q, scale, H, BLOCK=power_of_2(H), num_warps=16)
 
 
 @operator(_empty_dswiglu)

@@ -12,6 +12,7 @@ from triton.language.extra import libdevice
 
 from converters.kernels.e4m3 import INTERPRETED
 from converters.kernels.fake import EXACT
+from converters.kernels.sizes import cdiv
 
 TILE = {"ROWS": 4, "COLS": 512, "num_warps": 4}
 
@@ -49,7 +50,7 @@ def _dswiglu_kernel(dh, y13, dy, M, H, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 def _grid(M: int, H: int) -> tuple[int, int]:
-    return triton.cdiv(M, TILE["ROWS"]), triton.cdiv(H, TILE["COLS"])
+    return cdiv(M, TILE["ROWS"]), cdiv(H, TILE["COLS"])
 
 
 def swiglu(y13: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from converters.kernels.e4m3 import abs_bits, pow2_scale, to_e4m3
 from converters.kernels.ops import operator
 from converters.kernels.rows import MAX_BLOCK
+from converters.kernels.sizes import power_of_2
 from parallel.expert_parallel import packed_width
 
 
@@ -95,7 +96,7 @@ def _to_tokens_kernel(
 
 def _launch(D: int) -> tuple[int, int]:
     """Columns a program holds, and its warps: up to 32 elements a thread."""
-    block = min(triton.next_power_of_2(max(D, 16)), MAX_BLOCK)
+    block = min(power_of_2(max(D, 16)), MAX_BLOCK)
     return block, 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
@@ -191,7 +192,7 @@ def to_tokens(
     block, warps = _launch(D)
     if T:
         _to_tokens_kernel[(T,)](
-            rows.contiguous(), slots, scores, base, x, out, dots, D, *strides, K=K, KP=triton.next_power_of_2(K),
+            rows.contiguous(), slots, scores, base, x, out, dots, D, *strides, K=K, KP=power_of_2(K),
             WEIGHTED=scores is not None, BASE=base is not None, DOT=x is not None, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return out, dots

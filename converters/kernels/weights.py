@@ -22,6 +22,7 @@ from torch import Tensor
 
 from converters.kernels.e4m3 import abs_bits, pow2_scale, raise_amax, reciprocal, to_e4m3
 from converters.kernels.ops import operator
+from converters.kernels.sizes import cdiv
 
 CHUNK, BLOCK = 1 << 16, 8192  # elements a program of the amax pass reads, in steps of
 REPAIR_PROGRAMS = 512  # they share the tiles of an expert that needs it; usually each looks at E scales and ends
@@ -109,9 +110,9 @@ def _launch(
     if carried is None:
         for w in ws:
             size = w.shape[1] * K
-            amax_kernel[(triton.cdiv(size, CHUNK), E)](w, amax, size, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8)
+            amax_kernel[(cdiv(size, CHUNK), E)](w, amax, size, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8)
     for w, offset in _offsets(ws):
-        grid = (triton.cdiv(w.shape[1], BN), triton.cdiv(K, BK), E)
+        grid = (cdiv(w.shape[1], BN), cdiv(K, BK), E)
         where = (offset, w.shape[1], N, K)
         _cast_kernel[grid](w, q, q_t, amax, carried, scale, *where, CARRIED=carried is not None, **tile)
     if carried is not None:

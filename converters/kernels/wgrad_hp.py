@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from converters.kernels.ops import operator
+from converters.kernels.sizes import cdiv
 
 BN, BK, BT = 128, 128, 64  # output tile, tokens a step
 
@@ -36,7 +37,7 @@ def gemm_wgrad_hp(a: Tensor, b: Tensor, spans: Tensor, out_dtype: torch.dtype) -
     """a [M, N], b [M, K], same float dtype -> dw [E, N, K]: a_e^T @ b_e over the rows of each expert; none: zeros."""
     dw = _empty_wgrad_hp(a, b, spans, out_dtype)
     E, N, K = dw.shape
-    grid = (triton.cdiv(N, BN) * triton.cdiv(K, BK), E)
+    grid = (cdiv(N, BN) * cdiv(K, BK), E)
     _wgrad_hp_kernel[grid](
         a.contiguous(), b.contiguous(), dw, spans, N, K, BN=BN, BK=BK, BT=BT, num_warps=8, num_stages=3
     )
