@@ -23,9 +23,9 @@ def dense_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, numerics: Numerics)
     Raises:
         ValueError: shapes that do not belong together.
     """
-    D = x.shape[-1]
-    if w1.dim() != 2 or w1.shape[1] != D or w3.shape != w1.shape or w2.shape != w1.shape[::-1]:
-        shapes = ", ".join(str(tuple(t.shape)) for t in (x, w1, w3, w2))
+    D, (s1, s2, s3) = x.shape[-1], (w.shape for w in (w1, w2, w3))
+    if len(s1) != 2 or s1[1] != D or s3 != s1 or s2 != s1[::-1]:
+        shapes = ", ".join(str(tuple(shape)) for shape in (x.shape, s1, s3, s2))
         raise ValueError(f"dense_mlp takes x [..., D], w1 and w3 [H, D] and w2 [D, H]; got {shapes}.")
     rows = x.reshape(x.shape[:-1].numel(), D).contiguous()
     return mlp_of_rows(rows, w1, w2, w3, None, numerics).view(x.shape)

@@ -31,6 +31,7 @@ from converters.mlp_gradients import gradient_rows, makes_both, mlp_gradients, t
 from converters.rules.mlp import ruled_mlp
 from converters.rules.state import DelayedState
 from converters.scaling import compute_dtype, op_key
+from converters.telemetry import is_measured
 from converters.telemetry_mlp import mlp_forward, parts_of
 from converters.telemetry_rows import PlainRows
 from converters.weight_cache import fp8_weight
@@ -105,8 +106,9 @@ def _forward(
     groups = one_group(n.backend, M, x.device) if offs is None else backend.groups(offs, M)
     weights = forward_weights(w1, w2, w3, (s13, s2), n, M)
     out, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
-    parts = parts_of([w1, w3], s13), parts_of([w2], s2)
-    mlp_forward(*parts, weights, groups.offs, PlainRows(x), (x8, sx), y13, (h8, sh), out)
+    if is_measured(w1):
+        parts = parts_of([w1, w3], s13), parts_of([w2], s2)
+        mlp_forward(*parts, weights, groups.offs, PlainRows(x), (x8, sx), y13, (h8, sh), out)
     return out, x8, sx, y13, h8, sh
 
 
@@ -158,7 +160,7 @@ def expert_mlp(
         ValueError: shapes that do not belong together, or "delayed" without a state.
     """
     E, H, D = w1.shape
-    if x.dim() != 2 or x.shape[1] != D or w3.shape != w1.shape or w2.shape != (E, D, H) or offs.shape != (E,):
+    if x.dim() != 2 or x.shape[1] != D or w3.shape != (E, H, D) or w2.shape != (E, D, H) or offs.shape != (E,):
         got = ", ".join(str(tuple(t.shape)) for t in (x, w1, w3, w2, offs))
         raise ValueError(f"expert_mlp takes x [M, D], w1 and w3 [E, H, D], w2 [E, D, H] and offs [E]; got {got}.")
     x, offs, dtype = x.contiguous(), offs.to(torch.int32), compute_dtype(x)

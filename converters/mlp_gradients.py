@@ -36,6 +36,7 @@ from converters.kernels.ops import operator
 from converters.numerics import Numerics
 from converters.scaling import wgrad_gemm
 from converters.scaling import wgrad_operand as operand_of
+from converters.telemetry import is_measured
 from converters.telemetry_gradients import see_gradient, see_input_gradient, see_weight_gradient, watch_hidden
 from converters.telemetry_mlp import parts_of
 from converters.telemetry_rows import PlainRows
@@ -89,7 +90,7 @@ def hidden_gradient(
     w = fp8_weight([w2], s2, n, backward=True)
     dh = backend.gemm_rows(g8, sg, w.q_t, w.scale_t, groups, y13.dtype, n.accumulate)
     del w
-    watch = watch_hidden(w1, parts_of([w2], s2), groups.offs, sg, y13)
+    watch = watch_hidden(w1, parts_of([w2], s2), groups.offs, sg, y13) if is_measured(w1) else None
     if watch is not None:
         watch.see_dh(dh)
     hp = [y13.new_empty(0) for _ in range(2)]
@@ -132,7 +133,8 @@ def input_gradient(
     groups = groups_of(tables, n, dy8.shape[0], dy8.device)
     w = fp8_weight([w1, w3], s13, n, backward=True)
     dx = get_backend(n.backend).gemm_rows(dy8, sdy, w.q_t, w.scale_t, groups, dtype, n.accumulate)
-    see_input_gradient(parts_of([w1, w3], s13), groups.offs, sdy, sx, dx)
+    if is_measured(w1):
+        see_input_gradient(parts_of([w1, w3], s13), groups.offs, sdy, sx, dx)
     return dx
 
 
