@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
@@ -19,6 +20,7 @@ from recipes.compare_verdict import UNKNOWN
 from recipes.parity_arms import DONE, Arm
 from recipes.parity_plot import plot_parity
 from recipes.parity_results import collect, thinned
+from recipes.parity_verdicts import worst_ratio
 from recipes.runs import TAGS, read_run
 
 ROOT = Path(__file__).parents[2]
@@ -182,6 +184,13 @@ def test_gradient_norms_are_held_against_the_same_seeds(recorded: list[Arm], tmp
     assert runs["m delayed:2"]["ratio"] == pytest.approx(0.5 / 1.1, abs=1e-4)
     both = found["verdicts"][1]["grad_norm_ratio"]
     assert (both["ratio"], both["against"]) == (pytest.approx(2.2 / 2.1, abs=1e-4), "m_bf16_1, m_bf16_2")
+
+
+@pytest.mark.parametrize(("every", "window"), [(1, 200), (2, 100), (10, 20), (400, 1)])
+def test_gradient_norms_are_means_over_200_steps_however_often_they_are_logged(every: int, window: int) -> None:
+    curves = [{step: 1.0 for step in (1, *range(every, 2001, every))} for _ in range(2)]
+    runs = [SimpleNamespace(series={TAGS["grad_norm"]: curve}.__getitem__, label="bf16") for curve in curves]
+    assert worst_ratio(runs[:1], runs[1:])["window"] == window
 
 
 def test_readme_table_has_a_row_for_bf16_and_one_a_rule(recorded: list[Arm], tmp_path: Path) -> None:
