@@ -5,6 +5,7 @@ seeds alone differ by the band, and that part of it cancels. With several seeds 
 standard error.
 """
 
+import itertools
 import math
 import statistics
 from typing import Any
@@ -106,8 +107,8 @@ def worst_ratio(references: list[Run], runs: list[Run]) -> dict[str, Any] | None
 
 
 def _window(steps: tuple[int, ...]) -> int:
-    """Logged steps in NORM_STEPS steps, at most half of them."""
-    every = max(1, (steps[-1] - steps[0]) // max(1, len(steps) - 1))
+    """Logged steps in NORM_STEPS steps, at most half of them. Step 1 is logged out of turn, and the last one too."""
+    every = statistics.median_low([b - a for a, b in itertools.pairwise(steps)] or [1])
     return min(max(1, NORM_STEPS // every), max(1, len(steps) // 2))
 
 

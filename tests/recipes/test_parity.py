@@ -188,7 +188,7 @@ def test_gradient_norms_are_held_against_the_same_seeds(recorded: list[Arm], tmp
 
 @pytest.mark.parametrize(("every", "window"), [(1, 200), (2, 100), (10, 20), (400, 1)])
 def test_gradient_norms_are_means_over_200_steps_however_often_they_are_logged(every: int, window: int) -> None:
-    curves = [{step: 1.0 for step in (1, *range(every, 2001, every))} for _ in range(2)]
+    curves = [dict.fromkeys((1, *range(every, 2001, every)), 1.0) for _ in range(2)]
     runs = [SimpleNamespace(series={TAGS["grad_norm"]: curve}.__getitem__, label="bf16") for curve in curves]
     assert worst_ratio(runs[:1], runs[1:])["window"] == window
 
