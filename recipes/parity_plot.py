@@ -70,7 +70,7 @@ def _draw_gaps(axes: Axes, bf16: Curves, others: Curves) -> None:
     mean = [statistics.fmean(values) for values in zip(*seeds.values(), strict=True)]
     low, high = ([f(v) - m for v, m in zip(zip(*seeds.values(), strict=True), mean, strict=True)] for f in (min, max))
     axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, lw=0, label="BF16 seeds around their mean")
-    for (recipe, runs), (colour, dash) in zip(_by_rule(others).items(), LOOKS, strict=False):
+    for runs, (colour, dash) in zip(_by_rule(others).values(), LOOKS, strict=False):
         gaps = [
             [dict(run["val_curve"])[s] - twin for s, twin in zip(steps, seeds[run["seed"]], strict=True)]
             for run in runs
@@ -80,12 +80,12 @@ def _draw_gaps(axes: Axes, bf16: Curves, others: Curves) -> None:
             axes.plot(steps, values, "D", ms=2.8, color=colour, alpha=0.5)
         if gaps:
             values = [statistics.fmean(v) for v in zip(*gaps, strict=True)]
-            axes.plot(steps, values, "D", ls=dash, ms=4.5, lw=1.2, color=colour, label=recipe)
+            axes.plot(steps, values, "D", ls=dash, ms=4.5, lw=1.2, color=colour)
     axes.axhline(0, color=INK, lw=0.9, zorder=1)
     axes.set_title("Validation loss minus BF16 of the same seed", loc="left", size=11.5, color=INK)
     axes.set_xlabel("training step", color=MUTED)
-    above = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.985), "columnspacing": 1.4, "handlelength": 1.6}
-    axes.legend(frameon=False, labelcolor=INK, fontsize=9, ncols=5, **above)
+    # the colours are named above
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right", bbox_to_anchor=(1.0, 0.985))
 
 
 def _by_rule(runs: Curves) -> dict[str, Curves]:

@@ -33,10 +33,26 @@ def bench(data: dict) -> str:
         name, best = f"{c['case']} {c['M']} x {c['D']} x {c['H']}, {c['E']} experts", c["bf16_ms"]
         upstream = f"{best / c['torchao_ms']:.2f}x" if c.get("torchao_ms") else "fails"
         speed = [f"{best / c[k]:.2f}x" for k in ("cold_ms", "warm_ms")]
-        memory = f"{c['fp8_peak_bytes'] / c['bf16_peak_bytes']:.2f}x"
-        rows.append([name, f"{best:.2f} ms", upstream, f"**{speed[0]}**", f"**{speed[1]}**", memory])
+        memory = f"{c['fp8_peak_bytes'] / c['bf16_peak_bytes']:.3f}x"
+        rows.append([name, f"{best:.2f} ms", upstream, *map(_bold, speed), memory])
     head = ["forward + backward", "BF16", "torchao FP8", "ours, cold", "ours, warm", "peak memory"]
     return _table(head, rows) + "\n\n" + _conditions(data["environment"])
+
+
+def dense(data: dict) -> str:
+    """Dense layers: one row a layer."""
+    rows = []
+    for c in data["cases"]:
+        speed = [f"{c['bf16_ms'] / c[k]:.2f}x" for k in ("torchao_ms", "cold_ms", "warm_ms")]
+        rows.append(
+            [f"{c['case']}: {c['T']} x {c['K']} x {c['N']}", f"{c['bf16_ms']:.2f} ms", speed[0], *map(_bold, speed[1:])]
+        )
+    head = ["forward + backward", "BF16", "torchao `Float8Linear`", "ours, cold", "ours, warm"]
+    return _table(head, rows) + "\n\n" + _conditions(data["environment"])
+
+
+def _bold(text: str) -> str:
+    return f"**{text}**"
 
 
 def e2e(data: dict) -> str:
@@ -94,6 +110,7 @@ def _parity_row(name: str, runs: list[dict], held: dict | None) -> list[str]:
 
 TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {
     "bench": ("bench_h200.json", bench),
+    "dense": ("dense_scout_h200.json", dense),
     "steps": ("e2e_h200.json", whole_steps),
     "e2e": ("e2e_h200x2.json", e2e),
     "parity": ("parity_h200.json", parity),
