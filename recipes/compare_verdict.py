@@ -16,7 +16,7 @@ RULES = (
     "Too short: fewer than 10 common logged steps. Too small: neither the fall of A's loss nor the gap is 10 times "
     "what the gap is held against, so a difference had nothing to show itself in. Too noisy: half of the gap's 95 % "
     "interval is wider than what it is held against (a band of validations has that noise in itself), or the gap is "
-    "beyond it by less than that.",
+    "beyond it by less than that, or beyond a band of one validation.",
     "Worse or better: beyond it by more than the noise of the gap. Same: within it. The validation loss speaks before "
     "the training loss, but a worse one of the two is worse. A nan or inf in B is worse, one in A leaves nothing to "
     "judge by.",
@@ -27,6 +27,8 @@ EXIT_CODES = {SAME: 0, BETTER: 0, WORSE: 1, UNKNOWN: 2}
 # third: it comes from the 5 differences since half of the last step.
 MIN_STEPS = 10
 MIN_DIFFERENCES = 3
+# Another seed leaves a spread of one step in half of the draws (compare_band.py), so a gap beyond it says nothing.
+MIN_VALIDATIONS = 2
 # So the noise or a gap of a yardstick's size is at most a tenth of what was learned.
 MOVED = 10.0
 UNMEASURED = 0.0025
@@ -73,7 +75,9 @@ def judge(metric: str, pair: Pair, training: Pair, smooth: int, limit: float | N
     gap = pair.smoothed[-1] if metric == "loss" else pair.gap[-1]
     noise = noise_of(pair, min(smooth, len(pair.steps)) if metric == "loss" else 1)
     yardstick = _yardstick(pair, limit)
-    word, reason = _decide(gap, noise, yardstick, training, seeded=bool(pair.band) and metric != "loss")
+    seeded = bool(pair.band) and metric != "loss"
+    lone = len(pair.steps) - _half(pair) < MIN_VALIDATIONS
+    word, reason = _decide(gap, noise, yardstick, training, seeded=seeded, lone=lone)
     return Judgement(
         metric=metric, step=pair.steps[-1], gap=gap, noise=noise, yardstick=yardstick, word=word, reason=reason
     )
@@ -96,14 +100,18 @@ def noise_of(pair: Pair, averaged: int) -> float:
     count (von Neumann's estimator; k differences know as much as 2k/3 degrees of freedom). Slow wandering is in the
     band instead.
     """
-    since = int(np.searchsorted(pair.steps, pair.steps[-1] / 2))
-    differences = np.diff(pair.gap[since:])
+    differences = np.diff(pair.gap[_half(pair) :])
     if len(differences) < MIN_DIFFERENCES:
         differences = np.diff(pair.gap)  # a few validations: all of them
     if len(differences) < MIN_DIFFERENCES:
         return math.nan
     one_gap = math.sqrt(float(np.mean(differences**2)) / 2)
     return student_t(2 * len(differences) / 3) * one_gap / math.sqrt(averaged)
+
+
+def _half(pair: Pair) -> int:
+    """Index of the first step since half of the last one."""
+    return int(np.searchsorted(pair.steps, pair.steps[-1] / 2))
 
 
 def student_t(freedom: float) -> float:
@@ -120,8 +128,11 @@ def _yardstick(pair: Pair, limit: float | None) -> Yardstick:
     return Yardstick(size=UNMEASURED * abs(pair.a[-1]), kind="tolerance")
 
 
-def _decide(gap: float, noise: float, held: Yardstick, training: Pair, seeded: bool) -> tuple[str, str]:
-    """Word and reason. `seeded`: the band is of single points and has their noise in it; it need not be small then."""
+def _decide(gap: float, noise: float, held: Yardstick, training: Pair, seeded: bool, lone: bool) -> tuple[str, str]:
+    """Word and reason. `seeded`: the band is of single points and has their noise in it; it need not be small then.
+
+    `lone`: it is of one such point.
+    """
     beyond = WORSE if gap > 0 else BETTER
     if held.kind == "limit":
         return (SAME if abs(gap) <= held.size else beyond), ""
@@ -132,6 +143,8 @@ def _decide(gap: float, noise: float, held: Yardstick, training: Pair, seeded: b
         return UNKNOWN, f"the loss fell by {fallen:.4f}, less than {MOVED:.0f} times the {held.kind}"
     if math.isnan(noise) and not seeded:
         return UNKNOWN, "too few points to know the noise of the gap"
+    if math.isnan(noise) and lone and abs(gap) > held.size:
+        return UNKNOWN, "beyond a band of one validation, in which seeds may meet by chance: validate more often"
     noise = 0.0 if math.isnan(noise) else noise
     if abs(gap) - noise > held.size:
         return beyond, ""

@@ -1,7 +1,7 @@
 """Does FP8 end where BF16 ends?  python -m recipes.parity --out assets/results/parity_h200.json
 
 Trains every arm of every model, several at a time on one GPU: BF16 with some seeds, which make a band, and FP8 with the
-weights and the data order of one of those seeds: the experts under each scale rule, and the whole model. Writes the
+weights and the data order of one of those seeds: the experts under a scale rule, or the whole model. Writes the
 curves and a verdict for each arm as JSON, and a picture beside it for each model. A call that runs out of --budget ends
 with checkpoints; the same command goes on from there, and leaves out what is done.
 
