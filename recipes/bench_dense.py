@@ -4,8 +4,9 @@ Forward and backward of shared expert, wq + wk + wv and wo of Llama4 Scout with 
 torchao's Float8Linear (rowwise), and this project's ops with weights that have just changed (cold) or not (warm). They
 run in turn, A B C D A B C D, in one process; medians are compared. Weights are BF16.
 
---sizes measures instead the layers of many sizes, without torchao. Its file is what `[fp8.dense] below_break_even`
-reads: assets/results/dense_h200.json (converters/dense_break_even.py).
+--sizes measures instead the layers of many sizes, without torchao, and the time of the GPU alone: launched one by one,
+a small layer takes the host longer, which says nothing of a training step, where the host is ahead. Its file is what
+`[fp8.dense] below_break_even` reads: assets/results/dense_h200.json (converters/dense_break_even.py).
 
 Without a GPU: the reference backend on a tiny shape. That checks the tool, not the speed.
 """
@@ -13,6 +14,7 @@ Without a GPU: the reference backend on a tiny shape. That checks the tool, not 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -33,6 +35,8 @@ from parallel.wrapped_weight import plain
 from recipes.arguments import count, out_file
 from recipes.bench import SECONDS, elapsed_ms, environment
 
+CALLS = 8  # of a layer, at most 31 launches each: a stream takes about a thousand before it makes the host wait
+MAX_CLOCK_HZ = 2e9  # of any Hopper GPU: a wait counted in its cycles is at least as long as meant
 MS = ("bf16", "torchao", "cold", "warm")
 
 
@@ -132,8 +136,28 @@ def variants(case: Case, device: torch.device, with_torchao: bool) -> dict[str, 
     return found | {"cold": Variant(module=ours, run=ours, before=changed), "warm": Variant(module=ours, run=ours)}
 
 
-def measure(case: Case, device: torch.device, with_torchao: bool, rounds: int, seconds: float) -> dict[str, Any]:
-    """One entry of `cases`, times in ms."""
+def device_ms(run: Callable[[], Any]) -> float:
+    """Mean time of a call on the GPU, of CALLS whose launches are all there before the first of them starts."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(CALLS):
+        run()
+    launching = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(int(2 * launching * MAX_CLOCK_HZ))
+    first.record()
+    for _ in range(CALLS):
+        run()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / CALLS
+
+
+def measure(
+    case: Case, device: torch.device, rounds: int, clock: Callable[[Callable[[], None]], float], *, with_torchao: bool
+) -> dict[str, Any]:
+    """One entry of `cases`, times in ms. clock: what measures a call."""
     weight_cache.clear()
     x = torch.randn(case.T, case.K, device=device, dtype=torch.bfloat16, requires_grad=True)
     outputs = (case.K,) if case.kind == "mlp" else case.N
@@ -143,8 +167,7 @@ def measure(case: Case, device: torch.device, with_torchao: bool, rounds: int, s
     for _ in range(rounds):
         for name, variant in found.items():
             variant.step(x, upstreams)
-            ms = elapsed_ms(lambda v=variant: v.step(x, upstreams), seconds, device.type == "cuda")
-            times.setdefault(name, []).append(ms)
+            times.setdefault(name, []).append(clock(lambda v=variant: v.step(x, upstreams)))
     row = {"case": case.name, "kind": case.kind, "T": case.T, "K": case.K, "N": sum(case.N)}
     return row | {f"{name}_ms": round(median(ms), 4) for name, ms in times.items()}
 
@@ -170,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", action="store_true", help="many sizes, for the table of what is too small")
     parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="turns of all variants")
-    parser.add_argument("--seconds", type=SECONDS, default=0.1, help="of each variant in each round")
+    parser.add_argument("--seconds", type=SECONDS, default=0.1, help="of each variant in each round; not with --sizes")
     parser.add_argument("--out", type=out_file, default=None, help="also write the results to this JSON file")
     command = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(command)
@@ -181,9 +204,10 @@ def main(argv: list[str] | None = None) -> int:
     numerics = resolve(FP8DenseConfig())
     data = {"environment": environment(device, numerics, command), "cases": []}
     data["environment"]["command"] = " ".join(["python -m recipes.bench_dense", *command])
+    clock = device_ms if args.sizes else lambda run: elapsed_ms(run, args.seconds, device.type == "cuda")
     for case in cases:
         with_torchao = not args.sizes and device.type == "cuda"
-        data["cases"].append(measure(case, device, with_torchao, args.rounds, args.seconds))
+        data["cases"].append(measure(case, device, args.rounds, clock, with_torchao=with_torchao))
     Console(width=None if sys.stdout.isatty() else 150).print(table(data))
     if device.type != "cuda":
         print("Without a GPU: tiny shapes, no torchao. The times say nothing of the speed on a GPU.")
