@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -106,6 +107,37 @@ def test_the_dispatcher_is_left_out_unless_somebody_looks() -> None:
     assert calls == ["titan_moe_fp8.products_for_a_test.default", "forward"]
     for actual, wanted in zip([*outs, *gradients(outs, inputs)], expected(), strict=True):
         torch.testing.assert_close(actual, wanted)
+
+
+def test_a_tensor_that_is_still_on_its_way_arrives_before_the_operator() -> None:
+    """ColwiseParallel gives such inputs and RowwiseParallel such gradients. They have no address."""
+    kinds = []
+
+    @operator(lambda x, others, last=None: x.new_empty(x.shape), name="double_for_a_test")
+    def double(x: Tensor, others: list[Tensor], last: Tensor | None = None) -> Tensor:
+        kinds.extend([type(x), *map(type, others), type(last)])
+        return x * 2
+
+    plain, coming = torch.randn(3), AsyncCollectiveTensor(torch.randn(3))
+    assert coming.data_ptr() == 0
+    given = [
+        (coming, [plain], None),
+        (plain, [plain, coming], None),
+        (plain, [], coming),
+        (nn.Parameter(plain), [], None),
+    ]
+    for x, others, last in given:
+        with torch.no_grad():
+            assert torch.equal(double(x, others, last=last), x * 2)
+    assert set(kinds) == {Tensor, nn.Parameter, type(None)}
+    w = nn.Parameter(FP8LinearWeight(torch.randn(16, 16), Numerics(recipe="rowwise")))
+    x, g = torch.randn(8, 16), torch.randn(8, 16)
+    results = []
+    for arrived in (True, False):
+        inputs = [(x if arrived else AsyncCollectiveTensor(x)).requires_grad_(), w]
+        out = dense_linear(inputs[0], [w], w._context)[0]
+        results.append([out, *torch.autograd.grad(out, inputs, g if arrived else AsyncCollectiveTensor(g))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_selective_recomputation_keeps_what_the_operator_returned() -> None:
