@@ -67,8 +67,9 @@ def _grid(N: int, K: int, E: int = 1) -> tuple[int, int, int]:
 def finish_rows(y: Tensor, ids: Tensor, experts: int, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     """y [M, N] times factor [E] of each row's expert, as dtype; zeros where the expert, ids int32 [M], is none.
 
-    y may be overwritten and returned.
+    y may be overwritten and returned. torch._grouped_mm fills up rows to 16 bytes: then it is copied first.
     """
+    y = y.contiguous()
     in_place = factor is None and y.dtype == dtype
     out = y if in_place else torch.empty_like(y, dtype=dtype)
     if y.numel():
@@ -81,7 +82,7 @@ def finish_weights(dw: Tensor, offs: Tensor, factor: Tensor | None, dtype: torch
     """dw [E, N, K] times factor [E], as dtype; zeros for an expert without rows. parts 1: [E, N, K], and dw may be
     overwritten and returned; else [parts, E, N / parts, K].
     """
-    E, N, K = dw.shape
+    dw, (E, N, K) = dw.contiguous(), dw.shape
     in_place = factor is None and dw.dtype == dtype and parts == 1
     out = dw if in_place else dw.new_empty((E, N, K) if parts == 1 else (parts, E, N // parts, K), dtype=dtype)
     if dw.numel():

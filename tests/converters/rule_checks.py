@@ -137,6 +137,13 @@ def check_finish() -> None:
         for parts in (1, 2):
             ours, theirs = (o.finish_weights(dw.to(made), rows, f, dtype, parts) for o in (fused, plain))
             same_bits(ours, theirs, f"weights {made} {dtype} {parts}")
+    for f in (None, factor):  # as torch._grouped_mm gives what is no multiple of 16 bytes wide
+        (y20, dw20), wide = (y[:, :20].bfloat16(), dw[..., :20].bfloat16()), torch.nn.functional.pad
+        ours = [fused.finish_rows(wide(y20, (0, 4))[:, :20], rows, f, bf16)]
+        ours.append(fused.finish_weights(wide(dw20, (0, 4))[..., :20], rows, f, bf16, 1))
+        theirs = [plain.finish_rows(y20, rows, f, bf16), plain.finish_weights(dw20, rows, f, bf16, 1)]
+        for i in range(2):
+            same_bits(ours[i], theirs[i], f"filled up {i} {f is None}")
 
 
 def check_swiglu() -> None:
