@@ -66,9 +66,14 @@ class Loader(ParallelAwareDataloader):
         self.next_iter_state = None
 
     def close(self) -> None:
-        """Ends the workers. Left to the interpreter's exit they are killed, under a thread that may still read them."""
-        if isinstance(self._iterator, _Workers):
-            self._iterator._shutdown_workers()
+        """Ends the workers."""
+        end_workers(self)
+
+
+def end_workers(loader: ParallelAwareDataloader) -> None:
+    """Left to the interpreter's exit they are killed, under a thread that may still read them."""
+    if isinstance(loader._iterator, _Workers):
+        loader._iterator._shutdown_workers()
 
 
 def _positions(saved: dict[str, Any]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import Validator
 
-from recipes.loader import check_workers, start_worker
+from recipes.loader import check_workers, end_workers, start_worker
 
 
 class _NoMasks(nn.Module):
@@ -69,11 +69,17 @@ class FixedValidator(Validator):
         return super().post_dataloading_process(input_dict, labels, masks_from)
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Validation loss of `model_parts` at training step `step`, logged through the metrics processor."""
+        """Validation loss of `model_parts` at training step `step`, logged through the metrics processor.
+
+        No worker outlives it: each would keep its batches until the next one, which begins anew.
+        """
         loader = self.validation_dataloader
         loader.dataset.load_state_dict(copy.deepcopy(self.start))
-        super(ParallelAwareDataloader, loader).load_state_dict({})  # ends workers, which would go on where they stand
-        super().validate(model_parts, step)
+        super(ParallelAwareDataloader, loader).load_state_dict({})  # the next iterator begins anew
+        try:
+            super().validate(model_parts, step)
+        finally:
+            end_workers(loader)
 
 
 def build_validator(**kwargs: Any) -> FixedValidator:

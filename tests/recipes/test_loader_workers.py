@@ -1,5 +1,6 @@
 """The loader with a worker process: the same batches, the same positions, and an end of its own."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -21,7 +22,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDatase
 
 from recipes.datasets import _text
 from recipes.loader import Loader, PackedText, build_dataloader
-from tests.recipes.test_loader import DOCUMENTS, job, registered, tokenizer, validator
+from tests.recipes.test_loader import DOCUMENTS, Recorder, job, registered, tokenizer, validator
 
 __all__ = ["registered", "tokenizer"]  # fixtures
 
@@ -181,6 +182,25 @@ def test_close_ends_the_worker(tmp_path: Path, tokenizer: HuggingFaceTokenizer) 
     loader.close()
     loader.close()
     assert worker.exitcode == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_validation_leaves_no_worker(fails: bool, tmp_path: Path, tokenizer: HuggingFaceTokenizer) -> None:
+    config, before = job(tmp_path), set(multiprocessing.active_children())
+    build_dataloader(1, 0, tokenizer, config)
+    config.validation.steps, config.validation.dataloader.num_workers = 2, 1
+    validate, model, during = validator(config, tokenizer), Recorder(), []
+
+    def look(tokens: torch.Tensor) -> None:
+        during.extend(set(multiprocessing.active_children()) - before)
+        if fails:
+            raise RuntimeError("out of memory")
+
+    model.register_forward_pre_hook(lambda module, args: look(*args))
+    with pytest.raises(RuntimeError, match="out of memory") if fails else contextlib.nullcontext():
+        validate.validate([model], 1)
+    assert during
+    assert not set(multiprocessing.active_children()) - before
 
 
 def _load_and_die(config: JobConfig, tokenizer: HuggingFaceTokenizer, out: Connection) -> None:
