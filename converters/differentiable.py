@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from converters.kernels.ops import LIBRARY
+from converters.kernels.ops import LIBRARY, without_autocast
 from parallel.wrapped_weight import WrappedWeight
 
 Save = Callable[[Any, tuple, Any], None]
@@ -42,7 +42,7 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, formula: _Formula, lengths: list[int | None], *flat: Any) -> Tensor | tuple[Tensor, ...]:
         at = iter(flat)
         inputs = tuple(next(at) if n is None else [next(at) for _ in range(n)] for n in lengths)
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             outputs = formula.operator(*map(unwrapped, inputs))
         formula.save(ctx, inputs, outputs)
         ctx.formula, ctx.lengths, ctx.others = formula, lengths, (None,) * (len(outputs) - 1)
@@ -51,6 +51,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
         grads = ctx.formula.gradients(ctx, list(gs) if ctx.returns_list else gs[0], *ctx.others)
         flat: list[Tensor | None] = [None, None]

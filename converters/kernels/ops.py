@@ -23,6 +23,17 @@ NAMESPACE = "titan_moe_fp8"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
+def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: float32 products in it stay float32, as they do where torch.compile calls it."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return function(*args, **kwargs)
+
+    return call
+
+
 def _speaks_for_itself(args: Iterable[Any]) -> bool:
     """Whether one of them is a tensor of a kind of its own."""
     for a in args:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from converters.kernels.ops import without_autocast
 from converters.numerics import Numerics
 from converters.rules.formats import E4M3, FORMATS
 from converters.rules.passes import (
@@ -63,6 +64,7 @@ def gradients(
 
 
 @torch.library.custom_op("titan_moe_fp8::ruled_mm", mutates_args=())
+@without_autocast
 def _forward(
     x: Tensor, w: Tensor, offs: Tensor, state: list[Tensor], key: str, call: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,6 +85,7 @@ def _(
 
 
 @torch.library.custom_op("titan_moe_fp8::ruled_mm_backward", mutates_args=())
+@without_autocast
 def _backward(
     g: Tensor, x: Tensor, w: Tensor, offs: Tensor, used: Tensor, state: list[Tensor], key: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:

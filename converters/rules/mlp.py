@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from converters.kernels.ops import without_autocast
 from converters.numerics import Numerics
 from converters.rules.formats import FORMATS
 from converters.rules.gemm import gradients, product
@@ -33,6 +34,7 @@ GEMMS = 2
 
 
 @torch.library.custom_op("titan_moe_fp8::ruled_mlp", mutates_args=())
+@without_autocast
 def _forward(
     x: Tensor,
     w1: Tensor,
@@ -71,6 +73,7 @@ def _(
 
 
 @torch.library.custom_op("titan_moe_fp8::ruled_mlp_backward", mutates_args=())
+@without_autocast
 def _backward(
     g: Tensor,
     x: Tensor,

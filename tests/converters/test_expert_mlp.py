@@ -128,6 +128,21 @@ def test_bfloat16_inputs_give_bfloat16_and_the_same_accuracy(recipe: str) -> Non
     assert min(db.values()) >= SQNR_FLOOR_DB[recipe] - 0.3, db  # y13, h and the gradients rounded to 8 bits
 
 
+@pytest.mark.parametrize("recipe", ["tokenwise", "tensorwise"])
+@pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
+def test_autocast_rounds_nothing_within(recipe: str, wgrad: str) -> None:
+    """It gives the output's dtype; products of FP8 values are summed up in float32 as ever."""
+    emulated = recipe == "tensorwise"
+    numerics = Numerics(recipe=recipe, wgrad=wgrad, backend="emulated" if emulated else "reference")
+    e, results = make_experts((44, 1, 0, 19), tail=3), []
+    for enabled in (False, True):
+        leaves = [e.x.bfloat16().requires_grad_(), *(w.clone().requires_grad_() for w in (e.w1, e.w2, e.w3))]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = expert_mlp(*leaves, e.offs, numerics)
+            results.append([out, *torch.autograd.grad(out, leaves, e.upstream.bfloat16())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_autocast_computes_in_its_dtype_and_keeps_the_gradients_dtypes() -> None:
     experts = make_experts(GROUPS["unaligned"])
     leaves = [t.clone().requires_grad_() for t in (experts.x, experts.w1, experts.w2, experts.w3)]
