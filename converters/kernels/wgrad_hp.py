@@ -34,11 +34,14 @@ def _empty_wgrad_hp(a: Tensor, b: Tensor, spans: Tensor, out_dtype: torch.dtype)
 
 @operator(_empty_wgrad_hp)
 def gemm_wgrad_hp(a: Tensor, b: Tensor, spans: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """a [M, N], b [M, K], same float dtype -> dw [E, N, K]: a_e^T @ b_e over the rows of each expert; none: zeros."""
+    """a [M, N], b [M, K] -> dw [E, N, K]: a_e^T @ b_e over the rows of each expert; none: zeros.
+
+    In a's dtype: under autocast x is float32 where dY is bfloat16.
+    """
     dw = _empty_wgrad_hp(a, b, spans, out_dtype)
     E, N, K = dw.shape
     grid = (cdiv(N, BN) * cdiv(K, BK), E)
     _wgrad_hp_kernel[grid](
-        a.contiguous(), b.contiguous(), dw, spans, N, K, BN=BN, BK=BK, BT=BT, num_warps=8, num_stages=3
+        a.contiguous(), b.to(a.dtype).contiguous(), dw, spans, N, K, BN=BN, BK=BK, BT=BT, num_warps=8, num_stages=3
     )
     return dw

@@ -177,6 +177,10 @@ def check_wgrad_hp() -> None:
     theirs = reference.gemm_wgrad_hp(a, b, reference.groups(_offs(), M), torch.float32)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert not ours[3].any()
+    one, other = (
+        hopper.gemm_wgrad_hp(a.bfloat16(), x, hopper.groups(_offs(), M), torch.float32) for x in (b, b.bfloat16())
+    )
+    assert torch.equal(one, other)  # tl.dot takes two of one dtype
 
 
 def _routed(T: int, k: int, D: int, absent: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
