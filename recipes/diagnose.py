@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     wrong, notes = [f for f in found if not f.note], [f for f in found if f.note]
     console.print(_title(view), style="bold", markup=False)
     if not wrong:
-        console.print(_healthy(view), markup=False)
+        console.print(healthy(view), markup=False)
     print_findings(wrong, view, console, args.top)
     print_findings(notes, view, console, args.top)
     return 1 if wrong else 0
@@ -65,7 +65,15 @@ def print_findings(found: list[Finding], view: View, console: Console, top: int)
         console.print(table)
         if len(alike) > top:
             console.print(f" and {len(alike) - top} more, less damaged: --top {len(alike)}")
-        _print_remedies([*alike[0].remedies, *_leave_out(alike, view, modules)], console)
+        _print_remedies([*_remedies(alike), *_leave_out(alike, view, modules)], console)
+
+
+def _remedies(alike: list[Finding]) -> list[Remedy]:
+    """Those of the worst module of each converter: their options are apart."""
+    worst: dict[str, Finding] = {}
+    for finding in alike:
+        worst.setdefault(section_of(finding.module), finding)
+    return list(dict.fromkeys(remedy for finding in worst.values() for remedy in finding.remedies))
 
 
 def _leave_out(alike: list[Finding], view: View, modules: list[str]) -> list[Remedy]:
@@ -90,13 +98,16 @@ def _title(view: View) -> str:
     return f"{recipe}: {modules} modules in FP8, {len(steps)} {measured}"
 
 
-def _healthy(view: View) -> str:
+def healthy(view: View) -> str:
+    """What to say of a run without a finding."""
     if not view.modules:
         return "Healthy: nothing is in FP8 here; gradient norms and loads of the experts are what there is to see."
     lost = {}
     for module, key in view.figures:
         if sqnr := view.settled(module, key, "sqnr_db"):
             lost[module, key] = min(sqnr.values()) - view.expected_db(module, key)
+    if not lost:
+        return "Nothing to judge yet: in every measured step the delayed scales were still the 1 that they start from."
     (module, key), worst = min(lost.items(), key=lambda item: item[1])
     flushed = max((v for figures in view.figures.values() for v in figures.get("flushed", {}).values()), default=0.0)
     return (

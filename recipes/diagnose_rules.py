@@ -81,7 +81,7 @@ def stale_scales(view: View) -> Iterator[Finding]:
     for (module, key), figures in view.figures.items():
         if key in WEIGHTS and (sqnr := figures.get("sqnr_db")):
             step, value = lowest(sqnr)
-            flushed = figures["flushed"].get(step, 0.0)
+            flushed = figures.get("flushed", {}).get(step, 0.0)
             if value < STALE_DB and flushed < 0.5:
                 what = f"{key}: SQNR {value:.1f} dB at step {step} with only {percent(flushed)} flushed to zero: "
                 what += "its scale is not the one that it was quantized with"
@@ -92,25 +92,28 @@ def stale_scales(view: View) -> Iterator[Finding]:
 def cold_scales(view: View) -> Iterator[Finding]:
     """Delayed scaling before it has seen anything: every scale is exactly 1."""
     for module in dict.fromkeys(m for m, _ in view.cold):
-        keys = [key for m, key in view.cold if m == module]
-        last = max(view.cold[module, key] for key in keys)
-        flushed = {k: view.figures[module, k].get("flushed", {}).get(last, 0.0) for k in keys}
-        worst = sorted((k for k in keys if flushed[k] > FLUSHED), key=lambda k: -flushed[k])
+        until = {key: step for (m, key), step in view.cold.items() if m == module}
+        flushed = {k: view.figures[module, k].get("flushed", {}).get(step, 0.0) for k, step in until.items()}
+        worst = sorted((k for k in until if flushed[k] > FLUSHED), key=lambda k: -flushed[k])
         if worst:
-            what = f"delayed scaling started cold: until step {last} every scale is 1. Flushed to zero: "
-            what += ", ".join(f"{k} {percent(flushed[k])}" for k in worst) + _gemms_then(view, module, last)
-            damage = max(_lost(view, module, k, last) for m, k in view.figures if m == module)
+            # what lies behind a gradient that is all zero has a scale, and figures, only later
+            steps = sorted(set(until.values()))
+            scales = "scales are" if steps[1:] else "every scale is"
+            what = f"delayed scaling started cold: until step {steps[-1]} {scales} 1. Flushed to zero: "
+            what += ", ".join(f"{k} {percent(flushed[k])}" for k in worst) + _gemms_then(view, module, steps)
+            damage = max(_lost(view, module, k, step) for m, k in view.figures if m == module for step in steps)
             remedies = of_cold_scales(view, module)
             yield Finding(kind="cold scale", module=module, what=what, damage=damage, remedies=remedies)
 
 
-def _gemms_then(view: View, module: str, step: int) -> str:
-    """What that did to the gradients, and how the scales jump afterwards."""
-    gemms = {k: f["sqnr_db"][step] for (m, k), f in view.figures.items() if m == module and k in GEMMS and f["sqnr_db"]}
+def _gemms_then(view: View, module: str, cold: list[int]) -> str:
+    """What that did to the gradients in the steps `cold`, and how the scales jump afterwards."""
+    figures = {key: view.figures.get((module, key), {}).get("sqnr_db", {}) for key in GEMMS}
+    gemms = {key: min(then) for key, f in figures.items() if (then := [v for s, v in f.items() if s in cold])}
     lost = [f"{k} {v:.1f} dB" for k, v in sorted(gemms.items(), key=lambda kv: kv[1])[:3] if v < 20]
     text = f". SQNR: {', '.join(lost)}" if lost else ""
     for key in GRADIENTS:
-        later = {s: v for s, v in view.figures.get((module, key), {}).get("scale_max", {}).items() if s > step}
+        later = {s: v for s, v in view.figures.get((module, key), {}).get("scale_max", {}).items() if s > cold[-1]}
         if later:
             return f"{text}. Scale of {key} at step {min(later)}: {later[min(later)]:.1e}"
     return text

@@ -49,13 +49,16 @@ class View:
 
     @cached_property
     def cold(self) -> dict[tuple[str, str], int]:
-        """(module, operand) -> the last step until which every scale was exactly 1, and not at a later step."""
+        """(module, operand) -> the last step until which every scale was exactly 1, and not at a later step.
+
+        With delayed scaling also where no later step has been measured; by another rule a power of two may well be 1.
+        """
         found = {}
         for at, figures in self.figures.items():
             low, high = figures.get("scale_min", {}), figures.get("scale_max", {})
             ones = [step for step, value in low.items() if value == 1 and high.get(step) == 1]
             others = [step for step in low if step not in ones]
-            if ones and others and max(ones) < min(others):
+            if ones and (max(ones) < min(others) if others else self.option(at[0], "recipe") == "delayed"):
                 found[at] = max(ones)
         return found
 

@@ -1,5 +1,6 @@
 """Runs that are written down here, each with one thing wrong, and what diagnosis says of them."""
 
+import dataclasses
 import json
 import math
 import re
@@ -11,7 +12,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from converters.config import FP8Config, FP8GroupedExpertsConfig
 from converters.fp8_grouped_experts import convert
-from recipes.diagnose import main
+from recipes.diagnose import healthy, main
+from recipes.diagnose_rules import findings
+from recipes.diagnose_view import View
+from recipes.runs import read_run
 from recipes.telemetry import Telemetry
 from tests.converters.models import llama4, materialized
 from tests.helpers import DEVICE
@@ -87,6 +91,56 @@ def test_a_cold_start_of_delayed_scaling_has_its_name(tmp_path, capsys):
     assert "[fp8.delayed] warm_start = true" in out
     assert '[fp8.grouped_experts] recipe = "tokenwise"' in out
     assert "gradient" not in out.replace("gradients", "")  # the cold step is not reported a second time
+
+
+def without(run: Path, tags: dict[str, tuple[int, ...]]) -> View:
+    """The run as it reads where nothing was measured: some tags lack some steps."""
+    read = read_run(run)
+    scalars = {t: {s: v for s, v in series.items() if s not in tags.get(t, ())} for t, series in read.scalars.items()}
+    return View(dataclasses.replace(read, scalars=scalars))
+
+
+def test_gradients_behind_one_that_is_all_zero_are_cold_one_measured_step_longer(tmp_path):
+    """`delayed_all_cold` of recipes/issue1152: in step 1 there is no dy13, and so no scale of it, no dx and no dw13."""
+    changes = {f"fp8/{module(2)}/{key}/scale_{end}": {1: 1.0} for key in OPERANDS for end in ("min", "max")}
+    changes |= {f"fp8/{module(2)}/dy13/scale_{end}": {2: 1.0} for end in ("min", "max")}
+    changes |= {f"fp8/{module(2)}/g/flushed": {1: 0.97}, f"fp8/{module(2)}/dy13/flushed": {2: 1.0}}
+    changes |= {f"fp8/{module(2)}/{key}/sqnr_db": {1: 0.0} for key in ("g", "dh", "dw2")}
+    changes |= {f"fp8/{module(2)}/{key}/sqnr_db": {2: 0.0} for key in ("dy13", "dx", "dw13")}
+    run = write(tmp_path, changes, grouped_experts={"recipe": "delayed", "grad_dtype": "e4m3"})
+    behind = [f"fp8/{module(2)}/{tag}" for tag in ("dx/sqnr_db", "dw13/sqnr_db", "dy13/sqnr_db")]
+    behind += [f"fp8/{module(2)}/dy13/scale_{end}" for end in ("min", "max")]
+    for unseen, until in (((1,), "until step 2 scales are 1"), ((1, 50, 100), "until step 2 scales are 1")):
+        (found,) = findings(without(run, dict.fromkeys(behind, unseen)))
+        assert (found.kind, found.module) == ("cold scale", module(2))
+        assert until in found.what
+        assert "Flushed to zero: dy13 100 %, g 97 %." in found.what
+        assert "SQNR: dh 0.0 dB, dx 0.0 dB, dw13 0.0 dB" in found.what
+        assert found.damage == 31.5
+
+
+def test_a_finding_in_experts_and_dense_layers_names_the_options_of_both(tmp_path, capsys):
+    dense, cold = "layers.1.attention.wo", {1: 1.0, 2: 0.01}
+    changes = {f"fp8/{m}/g/scale_{e}": cold for m in (dense, module(1)) for e in ("min", "max")}
+    changes |= {f"fp8/{m}/g/flushed": {1: 1.0} for m in (dense, module(1))}
+    run = write(tmp_path, changes, grouped_experts={"recipe": "delayed"}, dense={"recipe": "delayed"})
+    _, out = diagnose(run, capsys)
+    assert out.count("[fp8.delayed] warm_start = true") == 1
+    assert out.count('[fp8.dense] recipe = "tokenwise"') == 1
+    assert out.count('[fp8.grouped_experts] recipe = "tokenwise"') == 1
+
+
+def test_a_run_that_has_only_begun_is_cold_by_delayed_scaling_alone(tmp_path, capsys):
+    changes = {f"fp8/{module(n)}/{key}/scale_{e}": {1: 1.0} for n in LAYERS for key in OPERANDS for e in ("min", "max")}
+    changes[f"fp8/{module(2)}/dy13/flushed"] = {1: 0.9996}
+    tags = dict.fromkeys(read_run(write(tmp_path, changes)).scalars, STEPS[1:])
+    assert [f.kind for f in findings(without(tmp_path, tags))] == ["gradient flushed to zero"]
+    delayed = write(tmp_path / "delayed", changes, grouped_experts={"recipe": "delayed"})
+    assert [f.kind for f in findings(without(delayed, tags))] == ["cold scale"]
+    del changes[f"fp8/{module(2)}/dy13/flushed"]
+    mild = without(write(tmp_path / "mild", changes, grouped_experts={"recipe": "delayed"}), tags)
+    assert findings(mild) == []
+    assert "Nothing to judge yet" in healthy(mild)
 
 
 def test_a_real_cold_start_is_found(tmp_path, capsys):
