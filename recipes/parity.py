@@ -5,7 +5,7 @@ weights and the data order of one of those seeds: the experts under a scale rule
 curves and a verdict for each arm as JSON, and a picture beside it for each model. A call that runs out of --budget ends
 with checkpoints; the same command goes on from there, and leaves out what is done.
 
-Exit code: 0 all arms are done, 1 one failed, 2 wrong usage, 3 some are left for the next call.
+Exit code: 0 all arms are done, 1 one failed, 2 wrong usage, 3 some are left for the next call, 130 Ctrl-C.
 """
 
 import argparse
@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         fate = run_arms(arms, args.folder, jobs=args.jobs, seconds=args.budget, extra=args.extra, say=_say)
     except ValueError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        _say("Stopped: the same command leaves out the arms that are done.")
+        return 130
     found = {"environment": environment(args.jobs, command), **collect(arms, args.folder)}
     write(found, args.out)
     show(found)

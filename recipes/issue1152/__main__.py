@@ -3,7 +3,7 @@
 Trains the arms (arms.py), skipping those that a former call has finished, and prints and writes their table. The
 reduced size takes minutes on two CPU cores; --full is for a GPU.
 
-Exit code: 0 all arms are done, 1 one failed, 2 wrong usage.
+Exit code: 0 all arms are done, 1 one failed, 2 wrong usage, 130 Ctrl-C.
 """
 
 import argparse
@@ -31,7 +31,11 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         print(f"Unknown arms {unknown}: choose of {', '.join(arm.name for arm in ARMS)}.", file=sys.stderr)
         return 2
-    problems = run_arms(plan, [arm for arm in ARMS if arm.name in wanted], args.jobs)
+    try:
+        problems = run_arms(plan, [arm for arm in ARMS if arm.name in wanted], args.jobs)
+    except KeyboardInterrupt:
+        print("Stopped: the same command leaves out the arms that are done.", file=sys.stderr)
+        return 130
     results = read_results(plan)
     numbers, text = write(plan, results, problems)
     Console(width=None if sys.stdout.isatty() else 140).print(Markdown(markdown(plan, results, problems)))

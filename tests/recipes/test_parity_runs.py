@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes import parity_runs
+from recipes import parity, parity_runs
+from recipes.issue1152 import __main__ as issue1152
 from recipes.parity_arms import Arm, parse_arms
 from recipes.parity_runs import Running, run_arms
 
@@ -164,3 +165,15 @@ def test_fp8_and_bf16_of_one_seed_differ_in_fp8_alone() -> None:
     assert different == {"--job.config_file", "--fp8.grouped_experts.recipe", "--job.dump_folder"}
     different = {option.split("=")[0] for option in options("bf16", 1) ^ options("bf16", 2)}
     assert different == {"--debug.seed", "--data.shuffle_seed", "--job.dump_folder"}
+
+
+@pytest.mark.parametrize("command", [parity, issue1152], ids=["parity", "issue1152"])
+def test_ctrl_c_says_how_to_go_on(command, monkeypatch, capfd):
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_arms", interrupted)
+    monkeypatch.chdir(ROOT)
+    assert command.main([]) == 130
+    captured = capfd.readouterr()
+    assert "Stopped: the same command leaves out the arms that are done." in captured.out + captured.err
