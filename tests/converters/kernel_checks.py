@@ -1,11 +1,5 @@
-"""Triton kernels against their torch twins, bit for bit, in Triton's interpreter: a process of its own.
+"""Triton kernels against their torch twins, bit for bit; run by test_kernels.py in Triton's interpreter."""
 
-The interpreter is switched on by TRITON_INTERPRET=1 when triton is imported, for all kernels of the process, so these
-checks cannot share one with other tests. Run by test_kernels.py; prints one JSON object, check -> "" or what is wrong.
-"""
-
-import json
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +8,7 @@ from torch import Tensor
 
 from converters.backends import hopper, reference, reference_tokens
 from converters.kernels import swiglu, tokens, weights
+from tests.converters.interpreter import run_checks
 
 SIZES, M = [44, 1, 7, 0, 133, 64], 270  # uneven, empty, over a tile, 21 rows of nobody
 
@@ -240,21 +235,5 @@ def check_rows_to_tokens() -> None:
     _each_route(check)
 
 
-CHECKS: dict[str, Callable[[], None]] = {k[6:]: v for k, v in globals().items() if k.startswith("check_")}
-
-
-def main() -> None:
-    """Runs every check."""
-    found = {}
-    for name, check in CHECKS.items():
-        torch.manual_seed(0)
-        try:
-            check()
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(globals())

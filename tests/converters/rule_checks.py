@@ -1,12 +1,6 @@
-"""The kernels of the emulated rules against plain torch, bit for bit, in Triton's interpreter: a process of its own.
+"""The kernels of the emulated rules against plain torch, bit for bit; test_rule_kernels.py runs them interpreted."""
 
-Run by test_rule_kernels.py as kernel_checks.py is by test_kernels.py: prints one JSON object, check -> "" or what is
-wrong.
-"""
-
-import json
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -22,6 +16,7 @@ from converters.rules.formats import E4M3, E5M2, Format, cast
 from converters.rules.ragged import Ragged, ragged
 from converters.rules.rule import STATELESS, Rule
 from converters.rules.state import DelayedState
+from tests.converters.interpreter import run_checks
 from tests.helpers import Experts, make_experts
 
 SIZES = (44, 1, 7, 0, 133, 64)
@@ -192,21 +187,5 @@ def check_mlp() -> None:
                 same_bits(ours, theirs, f"{n} {i}")
 
 
-CHECKS: dict[str, Callable[[], None]] = {k[6:]: v for k, v in globals().items() if k.startswith("check_")}
-
-
-def main() -> None:
-    """Runs every check."""
-    found = {}
-    for name, check in CHECKS.items():
-        torch.manual_seed(0)
-        try:
-            check()
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(globals())

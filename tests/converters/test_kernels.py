@@ -1,9 +1,5 @@
 """The kernels without a GPU: Triton's interpreter runs those in Triton, and those in Gluon are compiled for sm90."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +10,6 @@ from torch.library import opcheck
 pytest.importorskip("triton.experimental.gluon", reason="the GEMMs are written in Gluon (triton 3.6 or later)")
 
 import triton
-from packaging.version import Version
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -25,26 +20,20 @@ from converters.kernels import ops, swiglu
 from converters.kernels.gemm_rows import rows_kernel
 from converters.kernels.gemm_wgrad import wgrad_kernel
 from converters.kernels.tiles import BK, ROWS, rows_tile, wgrad_tile
+from tests.converters.interpreter import check_names, needs_interpreter, run_script
 
-ROOT = Path(__file__).parents[2]
 CHECKS = Path(__file__).with_name("kernel_checks.py")
-NAMES = [line[10:-11] for line in CHECKS.read_text().splitlines() if line.startswith("def check_")]
 SHARED_MEMORY = 227 * 1024  # bytes a block may have on sm90
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, str(CHECKS)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return run_script(CHECKS)
 
 
-@pytest.mark.skipif(
-    Version(triton.__version__) < Version("3.7"), reason="the interpreter of triton 3.6 takes no tensor as a loop bound"
-)
-@pytest.mark.parametrize("name", NAMES)
+@needs_interpreter
+@pytest.mark.parametrize("name", check_names(CHECKS))
 def test_kernel_in_the_interpreter_gives_the_bytes_of_its_twin(interpreted: dict[str, str], name: str) -> None:
     assert interpreted[name] == ""
 

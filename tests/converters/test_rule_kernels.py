@@ -1,10 +1,6 @@
 """The kernels of the emulated rules without a GPU: run by Triton's interpreter, and compiled for sm90."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,29 +8,22 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from packaging.version import Version
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from converters.kernels import fake, fake_groups, finish, swiglu_hp
+from tests.converters.interpreter import check_names, needs_interpreter, run_script
 
-ROOT = Path(__file__).parents[2]
 CHECKS = Path(__file__).with_name("rule_checks.py")
-NAMES = [line[10:-11] for line in CHECKS.read_text().splitlines() if line.startswith("def check_")]
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, str(CHECKS)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return run_script(CHECKS)
 
 
-@pytest.mark.skipif(
-    Version(triton.__version__) < Version("3.7"), reason="the interpreter of triton 3.6 takes no tensor as a loop bound"
-)
-@pytest.mark.parametrize("name", NAMES)
+@needs_interpreter
+@pytest.mark.parametrize("name", check_names(CHECKS))
 def test_kernel_in_the_interpreter_gives_the_bits_of_plain_torch(interpreted: dict[str, str], name: str) -> None:
     assert interpreted[name] == ""
 
