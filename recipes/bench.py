@@ -44,12 +44,13 @@ def elapsed_ms(run: Callable[[], Any], seconds: float, cuda: bool) -> float:
             run()
             calls += 1
         return (time.perf_counter() - begin) * 1e3 / calls
+    calls = max(3, int(seconds * 1e3 / events_ms(run, 1)))
+    return events_ms(run, calls)
+
+
+def events_ms(run: Callable[[], Any], calls: int) -> float:
+    """Mean time of a call on the GPU, between events before the first and after the last of them."""
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    run()
-    last.record()
-    last.synchronize()
-    calls = max(3, int(seconds * 1e3 / first.elapsed_time(last)))
     first.record()
     for _ in range(calls):
         run()

@@ -33,7 +33,7 @@ from converters.dense_config import FP8DenseConfig
 from converters.fp8_dense import convert_dense
 from parallel.wrapped_weight import plain
 from recipes.arguments import count, out_file
-from recipes.bench import SECONDS, elapsed_ms, environment
+from recipes.bench import SECONDS, elapsed_ms, environment, events_ms
 
 CALLS = 8  # of a layer, at most 31 launches each: a stream takes about a thousand before it makes the host wait
 MAX_CLOCK_HZ = 2e9  # of any Hopper GPU: a wait counted in its cycles is at least as long as meant
@@ -144,14 +144,8 @@ def device_ms(run: Callable[[], Any]) -> float:
         run()
     launching = time.perf_counter() - begin
     torch.cuda.synchronize()
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(int(2 * launching * MAX_CLOCK_HZ))
-    first.record()
-    for _ in range(CALLS):
-        run()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / CALLS
+    return events_ms(run, CALLS)
 
 
 def measure(

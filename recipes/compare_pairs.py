@@ -80,6 +80,10 @@ def ratio(pair: Pair, smooth: int) -> Ratio | None:
         return None
     means = zip(trailing_mean(pair.a, smooth), trailing_mean(pair.b, smooth), strict=True)
     values = tuple(b / a if a else np.nan for a, b in means)
+    return Ratio(steps=pair.steps, values=values, worst=farthest_from_1(values))
+
+
+def farthest_from_1(ratios: Sequence[float]) -> int:
+    """Index of it. Half and twice are equally far; 0, below 0 and nan are farther."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        distance = np.abs(np.log(values))  # half and twice are equally far from 1; 0, below 0 and nan are farther
-    return Ratio(steps=pair.steps, values=values, worst=int(np.argmax(distance)))
+        return int(np.argmax(np.abs(np.log(ratios))))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from recipes.parity_arms import Arm
-from recipes.parity_verdicts import verdicts, worst_ratio
+from recipes.parity_verdicts import runs_of, verdicts, worst_ratio
 from recipes.run_info import versions
 from recipes.runs import TAGS, Run, Series, read_run
 
@@ -36,14 +36,9 @@ def collect(arms: Sequence[Arm], folder: Path) -> dict[str, Any]:
     }
 
 
-def _bf16(model: str, read: dict[Arm, Run]) -> dict[int, Run]:
-    """Seed -> BF16 run of a model."""
-    return {arm.seed: run for arm, run in read.items() if arm.model == model and arm.recipe == "bf16"}
-
-
 def _reference(arm: Arm, read: dict[Arm, Run]) -> Run | None:
     """The BF16 run that an arm's gradient norms are held against: of its seed, or, for a BF16 run, the first seed."""
-    seeds = _bf16(arm.model, read)
+    seeds = runs_of(arm.model, "bf16", read)
     if arm.recipe != "bf16":
         return seeds.get(arm.seed)
     first = min(seeds)

@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 
 from recipes.compare_band import band, spread
-from recipes.compare_pairs import Ratio, match, ratio
+from recipes.compare_pairs import farthest_from_1, match, ratio
 from recipes.compare_verdict import MIN_STEPS, UNKNOWN
 from recipes.parity_arms import Arm
 from recipes.runs import TAGS, Run, Series
@@ -28,30 +28,28 @@ def verdicts(read: dict[Arm, Run]) -> list[dict[str, Any]]:
     return [found for model, recipe in rules if (found := _verdict(model, recipe, read))]
 
 
-def _runs(model: str, recipe: str, read: dict[Arm, Run]) -> dict[int, Run]:
-    """Seed -> run."""
+def runs_of(model: str, recipe: str, read: dict[Arm, Run]) -> dict[int, Run]:
+    """Seed -> run of one rule, or of BF16."""
     return {arm.seed: run for arm, run in read.items() if (arm.model, arm.recipe) == (model, recipe)}
 
 
 def _verdict(model: str, recipe: str, read: dict[Arm, Run]) -> dict[str, Any] | None:
     """Of the last validation that all runs share; None without a BF16 run of one of the rule's seeds."""
-    mine, bf16 = _runs(model, recipe, read), _runs(model, "bf16", read)
+    mine, bf16 = runs_of(model, recipe, read), runs_of(model, "bf16", read)
     seeds = sorted(mine.keys() & bf16.keys())
-    curves = {id(run): run.series(TAGS["val_loss"]) for run in (*mine.values(), *bf16.values())}
-    steps = sorted(set.intersection(*map(set, curves.values())))
+    losses, bf16_losses = ({s: run.series(TAGS["val_loss"]) for s, run in runs.items()} for runs in (mine, bf16))
+    steps = sorted(set.intersection(*map(set, (*losses.values(), *bf16_losses.values()))))
     if not seeds or not steps:
         return None
     last = steps[-1]
-    gaps = [curves[id(mine[s])][last] - curves[id(bf16[s])][last] for s in seeds]
-    gap, everyone = statistics.fmean(gaps), statistics.fmean(curves[id(run)][last] for run in bf16.values())
-    width = _band([curves[id(run)] for run in bf16.values()], steps)
+    gaps = [losses[s][last] - bf16_losses[s][last] for s in seeds]
+    gap, width = statistics.fmean(gaps), _band([*bf16_losses.values()], steps)
+    means = [statistics.fmean(curve[last] for curve in curves.values()) for curves in (losses, bf16_losses)]
     judged = next(arm.steps for arm in read if (arm.model, arm.recipe) == (model, recipe)) >= MIN_STEPS
     word = _word(gap, width) if judged else UNKNOWN
     held = "one BF16 seed, so no band" if width is None else f"band {width:.4f}"
-    name, of = (
-        f"{model} {recipe}",
-        f"mean of seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}",
-    )
+    of = f"mean of seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    name = f"{model} {recipe}"
     worst = worst_ratio([bf16[s] for s in seeds], [mine[s] for s in seeds])
     return {
         "name": name,
@@ -60,8 +58,8 @@ def _verdict(model: str, recipe: str, read: dict[Arm, Run]) -> dict[str, Any] | 
         "gap": round(gap, 6),
         "gaps": {str(seed): round(value, 6) for seed, value in zip(seeds, gaps, strict=True)},
         "standard_error": round(statistics.stdev(gaps) / math.sqrt(len(gaps)), 6) if len(gaps) > 1 else None,
-        "gap_to_all_seeds": round(statistics.fmean(curves[id(run)][last] for run in mine.values()) - everyone, 6),
-        "bf16_seeds": {str(seed): round(curves[id(run)][last], 6) for seed, run in bf16.items()},
+        "gap_to_all_seeds": round(means[0] - means[1], 6),
+        "bf16_seeds": {str(seed): round(curve[last], 6) for seed, curve in bf16_losses.items()},
         "band": None if width is None else round(width, 6),
         "grad_norm_ratio": worst,
         "verdict": word,
@@ -97,7 +95,7 @@ def worst_ratio(references: list[Run], runs: list[Run]) -> dict[str, Any] | None
     window = _window(pair.steps)
     found = ratio(pair, window)
     assert found is not None  # there are steps
-    worst = _farthest(found, window)
+    worst = window - 1 + farthest_from_1(found.values[window - 1 :])
     return {
         "ratio": round(found.values[worst], 5),
         "step": found.steps[worst],
@@ -110,12 +108,6 @@ def _window(steps: tuple[int, ...]) -> int:
     """Logged steps in NORM_STEPS steps, at most half of them. Step 1 is logged out of turn, and the last one too."""
     every = statistics.median_low([b - a for a, b in itertools.pairwise(steps)] or [1])
     return min(max(1, NORM_STEPS // every), max(1, len(steps) // 2))
-
-
-def _farthest(found: Ratio, window: int) -> int:
-    """Index of the ratio farthest from 1 among full windows; a nan is the farthest."""
-    far = [math.inf if not value > 0 else abs(math.log(value)) for value in found.values]
-    return max(range(window - 1, len(far)), key=far.__getitem__)
 
 
 def _mean(curves: list[Series]) -> Series:
