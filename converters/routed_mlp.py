@@ -31,6 +31,7 @@ from converters.expert_mlp import forward_rows, forward_weights, gathered_scales
 from converters.kernels.ops import operator
 from converters.mlp_gradients import mlp_gradients, taken
 from converters.scaling import compute_dtype, op_key
+from converters.telemetry import is_measured
 from converters.telemetry_gradients import see_gradient
 from converters.telemetry_mlp import mlp_forward, parts_of
 from converters.telemetry_rows import RoutedRows
@@ -136,8 +137,9 @@ def _forward(
     groups = get_backend(n.backend).groups(offs, x8.shape[0])
     weights = forward_weights(w1, w2, w3, (s13, s2), n, x8.shape[0])
     o, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
-    rows = RoutedRows(x, slots, scores.shape[0], scores if before else None)
-    mlp_forward(parts_of([w1, w3], s13), parts_of([w2], s2), weights, offs, rows, (x8, sx), y13, (h8, sh), o)
+    if is_measured(w1):
+        rows = RoutedRows(x, slots, scores.shape[0], scores if before else None)
+        mlp_forward(parts_of([w1, w3], s13), parts_of([w2], s2), weights, offs, rows, (x8, sx), y13, (h8, sh), o)
     out = combined(o, slots, scores, base, before, out_dtype, n.backend)
     return out, o.new_empty(0) if before else o, x8, sx, y13, h8, sh
 
