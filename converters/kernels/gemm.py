@@ -69,13 +69,37 @@ def before(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def multiply(ring, steps, stage, phase, WG: gl.constexpr, layout: gl.constexpr, PRECISE: gl.constexpr):
-    """64 rows of a tile over all steps of their contraction; the last product is left in flight, for `finish`."""
+def start(ring, stage, phase, WG: gl.constexpr, layout: gl.constexpr, PRECISE: gl.constexpr):
+    """64 rows of a tile over the first step of their contraction, left in flight: the product is the accumulator.
+
+    What the tile's end needs is read behind it, while the whole contraction hides the latency: ptxas moves no load up
+    from behind the last wait (36 loads and the next tile's divisions stood there: 284 instructions a tile, before 650).
+    """
     a_bufs, b_bufs, full, empty = ring
     STAGES: gl.constexpr = b_bufs.shape[0]
     BN: gl.constexpr = b_bufs.shape[1]
-    acc = gl.zeros((ROWS, BN), gl.float32, layout)
-    for k in range(steps):
+    mbarrier.wait(full.index(stage), phase)
+    a = a_bufs.index(stage * WGS + WG)
+    b = b_bufs.index(stage).permute((1, 0))
+    zero = gl.zeros((ROWS, BN), gl.float32, layout)
+    if PRECISE:
+        acc = warpgroup_mma(a, b, zero, use_acc=False)
+        mbarrier.arrive(empty.index(stage))
+    else:
+        acc = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))  # waits for nothing: one is in flight
+    stage, phase = advance(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
+def proceed(acc, ring, steps, stage, phase, WG: gl.constexpr, PRECISE: gl.constexpr):
+    """The other steps; the last product is left in flight, for `finish`."""
+    a_bufs, b_bufs, full, empty = ring
+    STAGES: gl.constexpr = b_bufs.shape[0]
+    BN: gl.constexpr = b_bufs.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    for _ in range(1, steps):
         mbarrier.wait(full.index(stage), phase)
         a = a_bufs.index(stage * WGS + WG)
         b = b_bufs.index(stage).permute((1, 0))
@@ -86,18 +110,18 @@ def multiply(ring, steps, stage, phase, WG: gl.constexpr, layout: gl.constexpr, 
         else:
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            mbarrier.arrive(empty.index(before(stage, STAGES)), pred=k > 0)
+            mbarrier.arrive(empty.index(before(stage, STAGES)))
         stage, phase = advance(stage, phase, STAGES)
     return acc, stage, phase
 
 
 @gluon.jit
-def finish(acc, ring, steps, stage, PRECISE: gl.constexpr):
-    """Waits for the last product of `multiply`."""
+def finish(acc, ring, stage, PRECISE: gl.constexpr):
+    """Waits for the last product."""
     STAGES: gl.constexpr = ring[1].shape[0]
     if not PRECISE:
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(ring[3].index(before(stage, STAGES)), pred=steps > 0)
+        mbarrier.arrive(ring[3].index(before(stage, STAGES)))
     return acc
 
 
@@ -113,40 +137,34 @@ def skip(ring, steps, stage, phase):
 
 
 @gluon.jit
-def touch(scale, size):
-    """Starts to bring the first `size` scales, 128 at most, into L1; nobody waits for them here."""
-    i = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    at = scale + gl.minimum(i, size - 1)
-    gl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _scaled(acc, row_scale, column_scale, dtype: gl.constexpr):
-    """acc * row_scale * column_scale, in `dtype`; the scales broadcast to acc."""
+def _scaled(acc, a, b, dtype: gl.constexpr):
+    """acc * a * b in `dtype`; a [rows, 1], b [1, columns] or one number."""
     if dtype == gl.bfloat16:
-        a, _ = gl.broadcast(row_scale.to(gl.bfloat16), acc)
-        b, _ = gl.broadcast(column_scale.to(gl.bfloat16), acc)
+        a, _ = gl.broadcast(a.to(gl.bfloat16), acc)
+        b, _ = gl.broadcast(b.to(gl.bfloat16), acc)
         return gl.inline_asm_elementwise(
             SCALE_TO_BF16, "=r,f,f,r,r", [acc, a, b], dtype=gl.bfloat16, is_pure=True, pack=2
         )
-    return (acc * row_scale.to(gl.float32) * column_scale.to(gl.float32)).to(dtype)
+    return (acc * a.to(gl.float32) * b.to(gl.float32)).to(dtype)
 
 
 @gluon.jit
-def _emit(acc, to, row_scale, column_scale, row, column, rows_left, width, live, COLUMNS: gl.constexpr):
-    """Scales acc and stores it to rows row .. row + rows_left, at most its own, of `to`: row-major, `width` wide.
+def _pointers(base, row, column, rows_left, width, shape: gl.constexpr, layout: gl.constexpr):
+    """Of shape from (row, column) on, and which of them are inside."""
+    r = gl.arange(0, shape[0], layout=gl.SliceLayout(1, layout))
+    c = column + gl.arange(0, shape[1], layout=gl.SliceLayout(0, layout))
+    at = base + gl.expand_dims((row + r).to(gl.int64) * width, 1) + gl.expand_dims(c, 0)
+    return at, gl.expand_dims(r < rows_left, 1) & gl.expand_dims(c < width, 0)
 
-    to: descriptor, pointer, shared buffer. column_scale: one each (COLUMNS), or one for all. live: 0 makes zeros.
-    """
-    desc, base, out = to
+
+@gluon.jit
+def _emit(acc, to, row_scale, column_scale, row, column, rows_left, width):
     layout: gl.constexpr = acc.type.layout
-    r = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
-    c = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
-    a = gl.expand_dims(gl.load(row_scale + r, mask=(r < rows_left) & (live > 0), other=0.0), 1)
-    if COLUMNS:
-        b = gl.expand_dims(gl.load(column_scale + c, mask=(c < width) & (live > 0), other=0.0), 0)
-    else:
-        b = gl.load(column_scale)
+    desc, base, out = to
+    a = gl.expand_dims(gl.convert_layout(row_scale, gl.SliceLayout(1, layout), assert_trivial=True), 1)
+    b = column_scale
+    if len(b.shape) == 1:
+        b = gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(0, layout), assert_trivial=True), 0)
     tile = _scaled(acc, a, b, out.dtype)
     if rows_left >= acc.shape[0]:
         tma.store_wait(0)  # the buffer's last store has been read
@@ -154,20 +172,35 @@ def _emit(acc, to, row_scale, column_scale, row, column, rows_left, width, live,
         fence_async_shared()
         async_store(desc, [row, column], out)
     else:
-        at = base + gl.expand_dims((row + r).to(gl.int64) * width, 1) + gl.expand_dims(c, 0)
-        gl.store(at, tile, mask=gl.expand_dims(r < rows_left, 1) & gl.expand_dims(c < width, 0))
+        at, inside = _pointers(base, row, column, rows_left, width, acc.shape, layout)
+        gl.store(at, tile, mask=inside)
 
 
 @gluon.jit
-def emit_all(acc, to, row_scale, column_scale, row, column, rows_left, width, live, COLUMNS: gl.constexpr):
-    """`_emit`, in two pieces if the shared buffer is half as wide as acc."""
+def emit(acc, to, row_scale, column_scale, row, column, rows_left, width):
+    """Scales acc and stores it to rows row .. row + rows_left, at most its own, of `to`: row-major, `width` wide.
+
+    to: descriptor, pointer, shared buffer; a buffer half as wide as acc is used twice. column_scale: one each, or one.
+    """
     PIECE: gl.constexpr = to[2].shape[1]
     if acc.shape[1] == PIECE:
-        _emit(acc, to, row_scale, column_scale, row, column, rows_left, width, live, COLUMNS)
+        _emit(acc, to, row_scale, column_scale, row, column, rows_left, width)
     else:
         left, right = acc.reshape((acc.shape[0], 2, PIECE)).permute((0, 2, 1)).split()
-        _emit(left, to, row_scale, column_scale, row, column, rows_left, width, live, COLUMNS)
-        _emit(right, to, row_scale, column_scale, row, column + PIECE, rows_left, width, live, COLUMNS)
+        b0, b1 = column_scale, column_scale
+        if len(column_scale.shape) == 1:
+            b0, b1 = column_scale.reshape((2, PIECE)).permute((1, 0)).split()
+        _emit(left, to, row_scale, b0, row, column, rows_left, width)
+        _emit(right, to, row_scale, b1, row, column + PIECE, rows_left, width)
+
+
+@gluon.jit
+def emit_zeros(base, row, column, rows_left, width, BN: gl.constexpr):
+    """The 64 x BN of a group without rows, in stores of 16 bytes: sharing `_emit`'s, LLVM moves 64 values a tile."""
+    V: gl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout([1, V], [1, 32], [4, 1], [1, 0])
+    at, inside = _pointers(base, row, column, rows_left, width, (ROWS, BN), layout)
+    gl.store(at, gl.zeros((ROWS, BN), base.dtype.element_ty, layout), mask=inside)
 
 
 @gluon.jit

@@ -9,13 +9,14 @@ from converters.kernels.gemm import (
     WGS,
     advance,
     async_load,
-    emit_all,
+    emit,
+    emit_zeros,
     finish,
     make_ring,
-    multiply,
     place,
+    proceed,
     skip,
-    touch,
+    start,
 )
 
 
@@ -66,17 +67,22 @@ def _compute_rows(work, WG: gl.constexpr, PROGRAMS: gl.constexpr, PRECISE: gl.co
     for t in range(gl.program_id(0), down * across, PROGRAMS):
         row += WG * ROWS
         steps = live * gl.cdiv(K, BK)
-        if row < end:
-            acc, stage, phase = multiply(ring, steps, stage, phase, WG, layout, PRECISE)
-            # while the last product is in flight: the scales, and where the next tile is
-            touch(row_scale + row, end - row)
-            scale, w, first, left, column = row_scale + row, w_scale + e, row, end - row, j * BN
-            e, row, end, live, j = _rows_tile(t + PROGRAMS, tiles, down, across, order)
-            acc = finish(acc, ring, steps, stage, PRECISE)
-            emit_all(acc, (yd, y, out.index(WG)), scale, w, first, column, left, N, steps, False)
-        else:
+        first, left, column = row, end - row, j * BN
+        if row >= end:
             stage, phase = skip(ring, steps, stage, phase)
             e, row, end, live, j = _rows_tile(t + PROGRAMS, tiles, down, across, order)
+        elif steps > 0:
+            acc, stage, phase = start(ring, stage, phase, WG, layout, PRECISE)
+            r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+            scales = gl.load(row_scale + first + r, mask=r < left, other=0.0)
+            w = gl.load(w_scale + e)
+            e, row, end, live, j = _rows_tile(t + PROGRAMS, tiles, down, across, order)
+            acc, stage, phase = proceed(acc, ring, steps, stage, phase, WG, PRECISE)
+            acc = finish(acc, ring, stage, PRECISE)
+            emit(acc, (yd, y, out.index(WG)), scales, w, first, column, left, N)
+        else:
+            e, row, end, live, j = _rows_tile(t + PROGRAMS, tiles, down, across, order)
+            emit_zeros(y, first, column, left, N, BN)
     tma.store_wait(0)
 
 

@@ -9,13 +9,14 @@ from converters.kernels.gemm import (
     WGS,
     advance,
     async_load,
-    emit_all,
+    emit,
+    emit_zeros,
     finish,
     make_ring,
-    multiply,
     place,
+    proceed,
     skip,
-    touch,
+    start,
 )
 
 
@@ -65,19 +66,23 @@ def _compute_wgrad(work, WG: gl.constexpr, PROGRAMS: gl.constexpr, PRECISE: gl.c
     for t in range(gl.program_id(0), E * gl.cdiv(N, BM) * gl.cdiv(K, BN), PROGRAMS):
         n += WG * ROWS
         steps = gl.cdiv(size, BK)
-        if n < N:
-            acc, stage, phase = multiply(ring, steps, stage, phase, WG, layout, PRECISE)
-            # while the last product is in flight: the scales, and where the next tile is
-            sa, sb = a_scale + e.to(gl.int64) * N + n, b_scale + e.to(gl.int64) * K
-            touch((sa).cast(gl.pointer_type(gl.int32), bitcast=True), gl.minimum(N - n, ROWS) // 2)
-            touch((sb + k).cast(gl.pointer_type(gl.int32), bitcast=True), gl.minimum(K - k, BN) // 2)
-            first, left, column = e * N + n, N - n, k
-            e, n, k, _, size = _wgrad_tile(t + PROGRAMS, spans, E, N, K, order, BM, BN)
-            acc = finish(acc, ring, steps, stage, PRECISE)
-            emit_all(acc, (od, dw, out.index(WG)), sa, sb, first, column, left, K, steps, True)
-        else:
+        first, left, column = e * N + n, N - n, k
+        if n >= N:
             stage, phase = skip(ring, steps, stage, phase)
             e, n, k, _, size = _wgrad_tile(t + PROGRAMS, spans, E, N, K, order, BM, BN)
+        elif steps > 0:
+            acc, stage, phase = start(ring, stage, phase, WG, layout, PRECISE)
+            r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+            c = k + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+            rows = gl.load(a_scale + e.to(gl.int64) * N + n + r, mask=r < left, other=0.0)
+            columns = gl.load(b_scale + e.to(gl.int64) * K + c, mask=c < K, other=0.0)
+            e, n, k, _, size = _wgrad_tile(t + PROGRAMS, spans, E, N, K, order, BM, BN)
+            acc, stage, phase = proceed(acc, ring, steps, stage, phase, WG, PRECISE)
+            acc = finish(acc, ring, stage, PRECISE)
+            emit(acc, (od, dw, out.index(WG)), rows, columns, first, column, left, K)
+        else:
+            e, n, k, _, size = _wgrad_tile(t + PROGRAMS, spans, E, N, K, order, BM, BN)
+            emit_zeros(dw, first, column, left, K, BN)
     tma.store_wait(0)
 
 
