@@ -1,5 +1,7 @@
 """The kernels of the emulated rules on a GPU: the bits of plain torch there, operand by operand and in all."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,19 +12,26 @@ from converters.kernels import fake, fake_groups, finish, swiglu_hp
 from converters.numerics import Numerics
 from converters.rules import fused, passes, plain
 from converters.rules.state import DelayedState
-from tests.converters import rule_checks
-from tests.converters.rule_checks import same_bits
+from tests.converters.rule_checks import (
+    check_casts,
+    check_finish,
+    check_odd_shapes,
+    check_rows_and_columns,
+    check_weights,
+    same_bits,
+)
 from tests.helpers import Experts, make_experts, with_tail
 
 pytestmark = pytest.mark.gpu
 RECIPES = ("tokenwise", "rowwise", "tensorwise", "blockwise", "delayed")
 NAMES = ("out", "x", "w1", "w2", "w3")
+CHECKS = (check_casts, check_rows_and_columns, check_odd_shapes, check_weights, check_finish)
 
 
-@pytest.mark.parametrize("name", ["casts", "rows_and_columns", "odd_shapes", "weights", "finish"])
-def test_kernels_give_the_bits_of_plain_torch(name: str) -> None:
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_kernels_give_the_bits_of_plain_torch(check: Callable[[], None]) -> None:
     with torch.device("cuda"):
-        rule_checks.CHECKS[name]()
+        check()
 
 
 def test_swiglu_gives_the_bits_of_plain_torch() -> None:
