@@ -1,7 +1,7 @@
 """Which tile a grouped GEMM gets, by shape: a small table measured on an H200. Nothing is tuned at run time.
 
-In place, in a whole forward and backward, the order matters less than in runs of one kernel: from 2 to 16, and bands that
-end with their expert, all within 2 % at scout, maverick/4 and small (recipes.bench).
+In a whole forward and backward the order matters less than in runs of one kernel: 2 to 16, and bands that end with
+their expert, are all within 2 % at scout, maverick/4 and small (recipes.bench).
 """
 
 from dataclasses import dataclass
