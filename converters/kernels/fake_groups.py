@@ -71,6 +71,17 @@ def _group(ids, e, n, N, at, of_slice, height, RAGGED: tl.constexpr):
 
 
 @triton.jit
+def _groups(ids, e, N, at, of_slice, height, live, RAGGED: tl.constexpr, ROWS: tl.constexpr):
+    """Of this program's rows: each one's group, -1 past the last row, and the first and last that are somebody's."""
+    n0 = tl.program_id(0) * ROWS
+    n = n0 + tl.arange(0, ROWS)
+    group = tl.where(n < N, _group(ids, e, n, N, at, of_slice, height, RAGGED), -1)
+    first = _group(ids, e, n0, N, at, of_slice, height, RAGGED)
+    last = _group(ids, e, n0 + ROWS - 1, N, at, of_slice, height, RAGGED)
+    return group, first, tl.minimum(last, live - 1)
+
+
+@triton.jit
 def _entry(table, g, c, across, K, WIDTH: tl.constexpr, COLS: tl.constexpr):
     """Where a group's maxima are: COLS pointers if each column has its own, else one."""
     row = table + (g + tl.zeros((), tl.int64)) * across
@@ -96,11 +107,9 @@ def _amax_kernel(
     x, ids, amax, N, K, at, of_slice, height, live, across,
     RAGGED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    e, n0, c = tl.program_id(2), tl.program_id(0) * ROWS, tl.program_id(1) * COLS + tl.arange(0, COLS)
-    n = n0 + tl.arange(0, ROWS)
-    first = _group(ids, e, n0, N, at, of_slice, height, RAGGED)
-    last = tl.minimum(_group(ids, e, n0 + ROWS - 1, N, at, of_slice, height, RAGGED), live - 1)
-    group = tl.where(n < N, _group(ids, e, n, N, at, of_slice, height, RAGGED), -1)
+    e, n = tl.program_id(2), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    group, first, last = _groups(ids, e, N, at, of_slice, height, live, RAGGED, ROWS)
     source = x + (e.to(tl.int64) * N + n)[:, None] * K + c[None, :]
     for g in range(first, last + 1):
         v = widened(tl.load(source, mask=(group == g)[:, None] & (c < K)[None, :], other=0.0))
@@ -116,11 +125,9 @@ def _cast_kernel(
     """KNOWN: values are rounded x * multiplier [live]; else x to the powers of two of amax. RAISE: amax is raised on
     the way. REPAIR: only groups whose `given` is 0.
     """
-    e, n0, c = tl.program_id(2), tl.program_id(0) * ROWS, tl.program_id(1) * COLS + tl.arange(0, COLS)
-    n = n0 + tl.arange(0, ROWS)
-    first = _group(ids, e, n0, N, at, of_slice, height, RAGGED)
-    last = tl.minimum(_group(ids, e, n0 + ROWS - 1, N, at, of_slice, height, RAGGED), live - 1)
-    group = tl.where(n < N, _group(ids, e, n, N, at, of_slice, height, RAGGED), -1)
+    e, n = tl.program_id(2), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    group, first, last = _groups(ids, e, N, at, of_slice, height, live, RAGGED, ROWS)
     source = x + (e.to(tl.int64) * N + n)[:, None] * K + c[None, :]
     target = out + (e.to(tl.int64) * out_e + n.to(tl.int64) * K)[:, None] + c[None, :]
     for g in range(first, last + 1):
