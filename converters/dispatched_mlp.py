@@ -6,6 +6,9 @@
 One autograd function holds it all, so no FP8 tensor poses as another dtype in the graph. A row is quantized once, by
 the rank that has it, and what arrives is the operand of the GEMMs. Sums over experts come later and in high precision.
 dx travels while the weight gradient of w1 and w3 is computed.
+
+What the experts compute in the forward, from rows that have arrived, is an operator of its own: selective recomputation
+keeps its products, as it keeps those of expert_mlp.py, and both all-to-alls.
 """
 
 from functools import partial
@@ -18,9 +21,11 @@ from torch.autograd.function import once_differentiable
 from converters.backends import get_backend
 from converters.config import Numerics
 from converters.expert_mlp import forward_rows, forward_weights, gathered_scales
+from converters.kernels.ops import operator
 from converters.mlp_gradients import Saved, mlp_gradients, taken
 from converters.scaling import compute_dtype
-from converters.telemetry_mlp import Parts, mlp_forward, sent_rows
+from converters.telemetry import is_measured
+from converters.telemetry_mlp import mlp_forward, parts_of, sent_rows
 from converters.telemetry_rows import PlainRows
 from parallel.expert_parallel import Dispatch, arrived, from_experts, start_from_experts, to_experts
 from parallel.wrapped_weight import plain
@@ -28,10 +33,52 @@ from parallel.wrapped_weight import plain
 SAVED = ("w1", "w2", "w3", "x8", "sx", "y13", "h8", "sh")
 
 
-def measured_parts(w1: Tensor, w2: Tensor, w3: Tensor) -> tuple[Parts, Parts]:
-    """W13 and W2 as telemetry takes them."""
-    s13, s2 = gathered_scales(w1, w2, w3)
-    return [(plain(w1), s13), (plain(w3), s13)], [(plain(w2), s2)]
+def _empty_arrived(
+    x8: Tensor,
+    sx: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    s13: Tensor | None,
+    s2: Tensor | None,
+    offs: Tensor,
+    numerics: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (R, D), H = x8.shape, w1.shape[1]
+    y13 = x8.new_empty((R, 2 * H), dtype=dtype)
+    return x8.new_empty((R, D), dtype=dtype), y13, x8.new_empty((R, H)), sx.new_empty(R)
+
+
+@operator(_empty_arrived)
+def arrived_mlp(
+    x8: Tensor,
+    sx: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    s13: Tensor | None,
+    s2: Tensor | None,
+    offs: Tensor,
+    numerics: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x8 [R, D], sx [R], plain local weights -> out [R, D], and for backward y13 [R, 2H], h8 [R, H], sh [R]."""
+    n, R = Numerics.parse(numerics), x8.shape[0]
+    weights = forward_weights(w1, w2, w3, (s13, s2), n, R)
+    out, y13, h8, sh = forward_rows(x8, sx, weights, get_backend(n.backend).groups(offs, R), dtype, n)
+    if is_measured(w1):
+        parts = parts_of([w1, w3], s13), parts_of([w2], s2)
+        mlp_forward(*parts, weights, offs, None, (x8, sx), y13, (h8, sh), out)
+    return out, y13, h8, sh
+
+
+def mlp_at_experts(
+    x8: Tensor, sx: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, dispatch: Dispatch, n: Numerics, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`arrived_mlp` of weights that may be wrapped."""
+    scales = gathered_scales(w1, w2, w3)
+    return arrived_mlp(x8, sx, plain(w1), plain(w2), plain(w3), *scales, dispatch.offs, n.key, dtype)
 
 
 def gradients_at_experts(saved: Saved, dispatch: Dispatch, n: Numerics) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -49,15 +96,10 @@ class _DispatchedMLP(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, dispatch: Dispatch, n: Numerics, dtype: torch.dtype
     ) -> Tensor:
-        backend = get_backend(n.backend)
-        x8, sx = backend.quantize_rows(x)
+        x8, sx = get_backend(n.backend).quantize_rows(x)
         sent_rows(plain(w1), "x", PlainRows(x), (x8, sx))
         x8, sx = to_experts([x8, sx], dispatch)
-        groups = backend.groups(dispatch.offs, x8.shape[0])
-        scales = gathered_scales(w1, w2, w3)
-        weights = forward_weights(plain(w1), plain(w2), plain(w3), scales, n, x8.shape[0])
-        out, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
-        mlp_forward(*measured_parts(w1, w2, w3), weights, dispatch.offs, None, (x8, sx), y13, (h8, sh), out)
+        out, y13, h8, sh = mlp_at_experts(x8, sx, w1, w2, w3, dispatch, n, dtype)
         ctx.save_for_backward(w1, w2, w3, x8, sx, y13, h8, sh)
         ctx.dispatch, ctx.numerics, ctx.x_dtype = dispatch, n, x.dtype
         return from_experts(out, dispatch)

@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from converters.backends import get_backend
 from converters.backends.reference import FP8
 from converters.config import Numerics
-from converters.dispatched_mlp import SAVED, gradients_at_experts, measured_parts
-from converters.expert_mlp import forward_rows, forward_weights, gathered_scales
+from converters.dispatched_mlp import SAVED, gradients_at_experts, mlp_at_experts
 from converters.mlp_gradients import taken
 from converters.routed_mlp import combined, gradient_tokens, out_dtype, token_kernels
 from converters.scaling import compute_dtype
-from converters.telemetry_mlp import mlp_forward, sent_rows
+from converters.telemetry_mlp import sent_rows
 from converters.telemetry_rows import RoutedRows
 from parallel.expert_parallel import Dispatch, arrived, at_experts, start_from_experts, start_to_experts
 from parallel.wrapped_weight import plain
@@ -70,13 +68,8 @@ class _Experts(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         """-> o [M, D], not yet arrived."""
-        n, offs = flight.numerics, flight.dispatch.offs
         x8, sx = flight.arrive(flight.depart("x", x, slots, scores, flight.before)[0])
-        groups = get_backend(n.backend).groups(offs, x8.shape[0])
-        scales = gathered_scales(w1, w2, w3)
-        weights = forward_weights(plain(w1), plain(w2), plain(w3), scales, n, x8.shape[0])
-        o, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
-        mlp_forward(*measured_parts(w1, w2, w3), weights, offs, None, (x8, sx), y13, (h8, sh), o)
+        o, y13, h8, sh = mlp_at_experts(x8, sx, w1, w2, w3, flight.dispatch, flight.numerics, dtype)
         ctx.save_for_backward(w1, w2, w3, x8, sx, y13, h8, sh, x if flight.before else None, scores, slots)
         ctx.flight, ctx.x_dtype = flight, x.dtype
         return start_from_experts(o, flight.dispatch)

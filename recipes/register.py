@@ -9,8 +9,10 @@ from torchtitan.models.llama4.infra import parallelize
 from torchtitan.protocols import train_spec as train_specs
 
 import converters.dense_linear
+import converters.dispatched_mlp
 import converters.expert_mlp
-import converters.expert_weight  # noqa: F401  (all define ops)
+import converters.expert_weight
+import converters.routed_mlp  # noqa: F401  (all define ops)
 from converters.registry import install
 from parallel.parallelize import let_expert_parallelism_stand_alone
 from parallel.recomputation import keep_fsdp_out_of_recomputation
@@ -22,6 +24,8 @@ from recipes.models import llama4, mixtral
 # What selective recomputation keeps, beside torchtitan's own list: FP8 products, as it keeps every other matmul.
 SAVED_OPS = {
     torch.ops.titan_moe_fp8.expert_mlp.default,
+    torch.ops.titan_moe_fp8.routed_mlp.default,
+    torch.ops.titan_moe_fp8.arrived_mlp.default,
     torch.ops.titan_moe_fp8.grouped_mm.default,
     torch.ops.titan_moe_fp8.ruled_mlp.default,
     torch.ops.titan_moe_fp8.ruled_mm.default,

@@ -155,6 +155,17 @@ def check_weights_that_are_not_sharded_are_quantized_once_a_step(folder: Path) -
     assert calls == {"quantize": 2 * 2 * LAYERS}
 
 
+def check_selective_recomputation_keeps_the_experts_products(folder: Path) -> None:
+    """y13, out, dh and dx of each layer, once, where the experts' rows come from other ranks."""
+    row = Row(shard=2, ep=2)
+    for name, with_experts in {"rows": row.with_fp8(**WIRES), "fused": row.with_fused(**WIRES)}.items():
+        selective = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
+        trainer = trained(with_experts.but(**selective), folder)
+        with counted(reference, "gemm_rows") as calls:
+            trainer.steps(1)
+        assert calls == {"gemm_rows": 4 * LAYERS}, name
+
+
 def check_memory_is_flat(folder: Path) -> None:
     """Live tensors at each tenth of 50 steps of EP 2 with recomputation (tt#1467)."""
     row = Row(shard=2, ep=2).with_fp8(**WIRES).but(activation_checkpoint__mode="full")
