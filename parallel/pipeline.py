@@ -5,7 +5,7 @@ forward; 2.13: forward and backward). The module's buffers count that as data: t
 made-up tokens to `tokens_per_expert`, and the first update of the routing bias goes elsewhere than without a pipeline.
 The rest of the run follows: after five steps of a small model the losses differ in the fourth digit.
 
-Here the buffers are put back.
+Here the buffers are put back (buffers.py).
 
 Zero-bubble schedules split a backward in two. torch 2.11 takes the halves apart wrongly where a stage has autograd
 functions written in Python, as FP8, expert parallelism and our loss have: gradients of a small Mixtral are missing
@@ -24,6 +24,8 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
+from parallel.buffers import buffers_kept
+
 ZERO_BUBBLE = ("zero", "zbv", "dualpipe")  # in the names of these schedules, whose case torch does not mind
 # Both infer shapes where they have none; the second exists since torch 2.13.
 PREPARATIONS = ("_prepare_forward_infra", "_prepare_backward_infra")
@@ -32,17 +34,12 @@ PREPARATIONS = ("_prepare_forward_infra", "_prepare_backward_infra")
 def _keeping_buffers(prepare: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     @functools.wraps(prepare)
     def prepared(*args: Any, **kwargs: Any) -> Any:
-        before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
         module.rehearses = True  # telemetry looks away
         try:
-            result = prepare(*args, **kwargs)
+            with buffers_kept([module]):
+                return prepare(*args, **kwargs)
         finally:
             module.rehearses = False
-        with torch.no_grad():
-            for buffer, version, value in before:
-                if buffer._version != version:  # the others may be saved for the backward of the inference
-                    buffer.copy_(value)
-        return result
 
     return prepared
 

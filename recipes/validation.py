@@ -1,11 +1,13 @@
-"""torchtitan's validator, made to measure the same thing every time.
+"""torchtitan's validator, made to measure the same thing every time, and to leave no trace in training.
 
-Three things of torchtitan 0.2.2 are put right. It keeps the position of the validation loader between two validations:
+Four things of torchtitan 0.2.2 are put right. It keeps the position of the validation loader between two validations:
 with `validation.steps = N` each one reads the next N batches, so two losses differ also by their texts, and with -1 the
 second finds nothing left and fails in `torch.stack`. And it asks every model for attention masks, where the trainer
 asks only those with flex or varlen attention: Llama4 answers with masks and then refuses them under sdpa. And under
 context parallelism it sums the loss over all ranks, but counts the tokens after the sequences were cut, those of one
-rank: the loss it reports is larger by the degree, 16.06 for 8.03 with two ranks.
+rank: the loss it reports is larger by the degree, 16.06 for 8.03 with two ranks. And the tokens that it validates on
+count for the routing bias as if they had been trained on, until the next step and in no checkpoint: a run went on
+otherwise after a validation than without one, or than resumed there.
 """
 
 import copy
@@ -17,6 +19,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import Validator
 
+from parallel.buffers import buffers_kept
 from recipes.loader import check_workers, end_workers, start_worker
 
 
@@ -71,13 +74,15 @@ class FixedValidator(Validator):
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Validation loss of `model_parts` at training step `step`, logged through the metrics processor.
 
+        Training is the same bits with it and without: buffers, the experts' token counts among them, are put back.
         No worker outlives it: each would keep its batches until the next one, which begins anew.
         """
         loader = self.validation_dataloader
         loader.dataset.load_state_dict(copy.deepcopy(self.start))
         super(ParallelAwareDataloader, loader).load_state_dict({})  # the next iterator begins anew
         try:
-            super().validate(model_parts, step)
+            with buffers_kept(model_parts):
+                super().validate(model_parts, step)
         finally:
             end_workers(loader)
 
