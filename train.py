@@ -2,7 +2,7 @@
 
 Prepares the device, registers our converters, models, datasets and the config sections [fp8] and [data], and hands
 over to torchtitan's Trainer (recipes/trainer.py). Without torchrun it runs as one process. Every flag is torchtitan's:
-`python train.py --help`.
+`python train.py --help`. What the user can put right ends it with one sentence (recipes/user_errors.py).
 """
 
 import glob
@@ -48,8 +48,15 @@ def main() -> None:
 
     import recipes.register  # noqa: F401  (importing registers)
     from recipes.trainer import Trainer
+    from recipes.user_errors import sentence_of, speaks, tell_torchrun
 
-    train(Trainer)
+    try:
+        train(Trainer)
+    except Exception as error:
+        if (sentence := sentence_of(error)) is None:
+            raise
+        tell_torchrun(sentence)
+        sys.exit(sentence if speaks(sentence) else 1)
 
 
 if __name__ == "__main__":
