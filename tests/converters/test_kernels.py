@@ -1,4 +1,4 @@
-"""The kernels without a GPU: Triton's interpreter runs those in Triton, and those in Gluon are compiled for sm90."""
+"""The kernels in Triton without a GPU: run by Triton's interpreter. Compiled for sm90: test_kernels_compile.py."""
 
 from pathlib import Path
 
@@ -12,19 +12,12 @@ pytest.importorskip("triton.experimental.gluon", reason="the GEMMs are written i
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language import NVMMASharedLayout
 
 from converters.backends import hopper
 from converters.kernels import ops, swiglu
-from converters.kernels.gemm_rows import rows_kernel
-from converters.kernels.gemm_wgrad import wgrad_kernel
-from converters.kernels.tiles import BK, ROWS, rows_tile, wgrad_tile
 from tests.converters.interpreter import check_names, needs_interpreter, run_script
 
 CHECKS = Path(__file__).with_name("kernel_checks.py")
-SHARED_MEMORY = 227 * 1024  # bytes a block may have on sm90
-TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 @pytest.fixture(scope="module")
@@ -36,31 +29,6 @@ def interpreted() -> dict[str, str]:
 @pytest.mark.parametrize("name", check_names(CHECKS))
 def test_kernel_in_the_interpreter_gives_the_bytes_of_its_twin(interpreted: dict[str, str], name: str) -> None:
     assert interpreted[name] == ""
-
-
-def _descriptor(type_: str, rows: int, columns: int, bits: int) -> str:
-    return f"tensordesc<{type_}[{rows}, {columns}],{NVMMASharedLayout(128, bits, rank=2)!r}>"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("precise", [False, True])
-@pytest.mark.parametrize("kernel", [rows_kernel, wgrad_kernel], ids=["rows", "wgrad"])
-def test_gemm_compiles_for_hopper(kernel: object, precise: bool, dtype: torch.dtype) -> None:
-    tile = (rows_tile if kernel is rows_kernel else wgrad_tile)(16384, 8192, 5120, 16, dtype.itemsize, precise)
-    a, b = _descriptor("fp8e4nv", ROWS, BK, 8), _descriptor("fp8e4nv", tile.bn, BK, 8)
-    c = _descriptor(TYPES[dtype], ROWS, tile.bn // tile.pieces, 8 * dtype.itemsize)
-    types = {"xd": a, "ad": a, "wd": b, "bd": b, "yd": c, "od": c, "y": f"*{TYPES[dtype]}", "dw": f"*{TYPES[dtype]}"}
-    types |= dict.fromkeys(("row_scale", "w_scale"), "*fp32") | dict.fromkeys(("a_scale", "b_scale"), "*bf16")
-    constants = {"BN": tile.bn, "BK": BK, "STAGES": tile.stages, "PIECES": tile.pieces, "PROGRAMS": 132}
-    constants |= {"PRECISE": precise}
-    types |= dict.fromkeys(("spans", "tiles"), "*i32") | dict.fromkeys(("E", "N", "K", "order"), "i32")
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types[n] for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in ("y", "dw", "N", "K")}
-    source = GluonASTSource(kernel, signature, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert f"wgmma.mma_async.sync.aligned.m64n{tile.bn}k32.f32.e4m3.e4m3" in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= SHARED_MEMORY
 
 
 @pytest.mark.parametrize("H", [8192, 14336])
