@@ -68,7 +68,11 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
     """
 
     accumulate: Accumulate = "fast"
-    """fast: tensor-core accumulation over the whole contraction. precise: promoted to float32 every 128 elements."""
+    """
+    How a GPU keeps sums. fast: in the tensor core, about 14 bits, over the whole contraction. precise: promoted to
+    float32 every 128 elements. precise_wgrad: precise for weight gradients alone. These sum over tokens, and where
+    thousands of products have one sign, what falls off makes the sum too small.
+    """
 
     grad_dtype: GradDtype = "auto"
     """

@@ -43,8 +43,8 @@ class FP8DenseConfig:
     wgrad: Literal["fp8", "fp8_columns", "bf16"] = "fp8"
     """Operands of the weight gradient, as in `[fp8.grouped_experts]`."""
 
-    accumulate: Literal["fast", "precise"] = "fast"
-    """fast: tensor-core accumulation over the whole contraction. precise: promoted to float32 every 128 elements."""
+    accumulate: Literal["fast", "precise_wgrad", "precise"] = "fast"
+    """How a GPU keeps sums, as in `[fp8.grouped_experts]`. A dense weight gradient sums over all tokens at a time."""
 
     fsdp_fp8_all_gather: Literal["auto", "on", "off"] = "auto"
     """FSDP2 gathers the weights in FP8, half the bytes of BF16. auto: on where it can be (no CPU offload)."""

@@ -9,7 +9,7 @@ from typing import Literal
 Recipe = Literal["tokenwise", "rowwise", "tensorwise", "blockwise", "delayed"]
 Backend = Literal["auto", "reference", "hopper", "emulated"]
 Wgrad = Literal["fp8", "fp8_columns", "bf16"]
-Accumulate = Literal["fast", "precise"]
+Accumulate = Literal["fast", "precise_wgrad", "precise"]
 GradDtype = Literal["auto", "e4m3", "e5m2"]
 
 # SQNR in dB that a recipe must reach against float64 on normal inputs (weights std 0.02), per output and gradient.
@@ -72,7 +72,7 @@ class Numerics:
         return self.wgrad != "fp8" or self.recipe == "rowwise"
 
     def __str__(self) -> str:
-        extra = [f"wgrad={self.wgrad}"] * (self.wgrad != "fp8") + ["precise"] * (self.accumulate == "precise")
+        extra = [f"wgrad={self.wgrad}"] * (self.wgrad != "fp8") + [self.accumulate] * (self.accumulate != "fast")
         extra += [f"{self.gradients} gradients"] * (self.gradients != OWN_GRAD_DTYPE[self.recipe])
         return f"{self.recipe}, {self.backend}" + "".join(f", {e}" for e in extra)
 

@@ -2,7 +2,7 @@
 
 Nothing here waits for the host: group sizes stay on the device, every buffer has a size that M and E alone decide.
 Differences a caller sees: a WgradOperand is transposed and padded, SwiGLU's sigmoid rounds its own way (the last bit of
-a quantized value may differ), and the tensor core sums FP8 products to about 14 bits unless `accumulate` is "precise".
+a quantized value may differ), and the tensor core sums to about 14 bits unless `accumulate` says otherwise.
 """
 
 from collections.abc import Sequence
@@ -146,7 +146,7 @@ def gemm_wgrad(
     a: WgradOperand, b: WgradOperand, groups: Groups, out_dtype: torch.dtype, accumulate: str = "fast"
 ) -> Tensor:
     """a of [M, N], b of [M, K] -> dw [E, N, K]; an empty expert gets zeros."""
-    precise = accumulate == "precise"
+    precise = accumulate in ("precise", "precise_wgrad")
     return grouped.gemm_wgrad(a.q, a.scale, b.q, b.scale, groups.spans, groups.M, out_dtype, precise)
 
 

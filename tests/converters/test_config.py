@@ -19,7 +19,7 @@ WRONG = [
     ("backend", "cuda", "choose one of 'auto', 'reference', 'hopper'"),
     ("wgrad", "fp16", "choose one of 'fp8', 'fp8_columns', 'bf16'"),
     ("wgrad", True, "choose one of 'fp8'"),
-    ("accumulate", "float32", "choose one of 'fast', 'precise'"),
+    ("accumulate", "float32", "choose one of 'fast', 'precise_wgrad', 'precise'"),
     ("grad_dtype", "float8_e5m2", "choose one of 'auto', 'e4m3', 'e5m2'"),
     ("experts", "loop", "choose one of 'grouped', 'sequential'"),
     ("ep_fp8_dispatch", True, "choose one of 'auto', 'on', 'off'"),
@@ -178,7 +178,7 @@ def test_docs_become_help(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
         "hopper: Triton kernels for tokenwise on sm90. reference: tokenwise and rowwise in plain torch",
         "Leave the experts of the first N transformer layers in BF16",
         "Operands of the weight gradient",
-        "fast: tensor-core accumulation over the whole contraction",
+        "How a GPU keeps sums. fast: in the tensor core, about 14 bits",
         "Experts that will get too few rows at a time for FP8 to be faster",
         "Quantize a weight once per optimizer step",
     ):
