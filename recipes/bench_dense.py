@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -121,7 +121,7 @@ def _compiled(module: nn.Module, device: torch.device) -> Callable[[Tensor], lis
     return torch.compile(module, fullgraph=True, dynamic=False) if device.type == "cuda" else module
 
 
-def variants(case: Case, device: torch.device, with_torchao: bool) -> dict[str, Variant]:
+def variants(case: Case, device: torch.device, config: FP8DenseConfig, with_torchao: bool) -> dict[str, Variant]:
     """By name, in the order in which they take turns; all have the same weights."""
     torch.compiler.reset()
     module, ours = make(case, device), make(case, device)
@@ -130,7 +130,7 @@ def variants(case: Case, device: torch.device, with_torchao: bool) -> dict[str, 
         upstream = make(case, device)
         convert_to_float8_training(upstream, config=Float8LinearConfig.from_recipe_name("rowwise"))
         found["torchao"] = Variant(module=upstream, run=_compiled(upstream, device))
-    convert_dense(ours, FP8DenseConfig(fqns=["*"]))
+    convert_dense(ours, replace(config, fqns=["*"]))
     weights = [plain(p) for p in ours.parameters()]
     changed = lambda: torch.autograd.graph.increment_version(weights)  # noqa: E731
     return found | {"cold": Variant(module=ours, run=ours, before=changed), "warm": Variant(module=ours, run=ours)}
@@ -149,7 +149,13 @@ def device_ms(run: Callable[[], Any]) -> float:
 
 
 def measure(
-    case: Case, device: torch.device, rounds: int, clock: Callable[[Callable[[], None]], float], *, with_torchao: bool
+    case: Case,
+    device: torch.device,
+    config: FP8DenseConfig,
+    rounds: int,
+    clock: Callable[[Callable[[], None]], float],
+    *,
+    with_torchao: bool,
 ) -> dict[str, Any]:
     """One entry of `cases`, times in ms. clock: what measures a call."""
     weight_cache.clear()
@@ -157,7 +163,7 @@ def measure(
     outputs = (case.K,) if case.kind == "mlp" else case.N
     upstreams = [torch.randn(case.T, N, device=device, dtype=torch.bfloat16) for N in outputs]
     times: dict[str, list[float]] = {}
-    found = variants(case, device, with_torchao)
+    found = variants(case, device, config, with_torchao)
     for _ in range(rounds):
         for name, variant in found.items():
             variant.step(x, upstreams)
@@ -188,6 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sizes", action="store_true", help="many sizes, for the table of what is too small")
     parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="turns of all variants")
     parser.add_argument("--seconds", type=SECONDS, default=0.1, help="of each variant in each round; not with --sizes")
+    parser.add_argument("--accumulate", default="fast", help="see fp8.dense.accumulate")
     parser.add_argument("--out", type=out_file, default=None, help="also write the results to this JSON file")
     command = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(command)
@@ -195,13 +202,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.sizes and device.type != "cuda":
         parser.error("--sizes is for a GPU, and there is none: leave it out to run the tiny shapes of a CPU.")
     cases = (SIZES if args.sizes else SCOUT) if device.type == "cuda" else TINY
-    numerics = resolve(FP8DenseConfig())
+    try:
+        config = FP8DenseConfig(accumulate=args.accumulate)
+    except ValueError as error:
+        parser.error(str(error))
+    numerics = resolve(config)
     data = {"environment": environment(device, numerics, command), "cases": []}
     data["environment"]["command"] = " ".join(["python -m recipes.bench_dense", *command])
     clock = device_ms if args.sizes else lambda run: elapsed_ms(run, args.seconds, device.type == "cuda")
     for case in cases:
         with_torchao = not args.sizes and device.type == "cuda"
-        data["cases"].append(measure(case, device, args.rounds, clock, with_torchao=with_torchao))
+        data["cases"].append(measure(case, device, config, args.rounds, clock, with_torchao=with_torchao))
     Console(width=None if sys.stdout.isatty() else 150).print(table(data))
     if device.type != "cuda":
         print("Without a GPU: tiny shapes, no torchao. The times say nothing of the speed on a GPU.")

@@ -112,6 +112,7 @@ TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {
     "bench": ("bench_h200.json", bench),
     "dense": ("dense_scout_h200.json", dense),
     "steps": ("e2e_h200.json", whole_steps),
+    "steps_mixtral": ("e2e_mixtral_h200.json", whole_steps),
     "e2e": ("e2e_h200x2.json", e2e),
     "parity": ("parity_h200.json", parity),
 }

@@ -57,7 +57,7 @@ def test_sizes_are_not_measured_without_a_gpu(tmp_path: Path, capsys: pytest.Cap
 
 def test_cold_quantizes_again_and_warm_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     case = bench_dense.TINY[1]
-    found = bench_dense.variants(case, CPU, with_torchao=False)
+    found = bench_dense.variants(case, CPU, FP8DenseConfig(), with_torchao=False)
     x = torch.randn(case.T, case.K, dtype=torch.bfloat16, requires_grad=True)
     upstreams = [torch.randn(case.T, N, dtype=torch.bfloat16) for N in case.N]
     made = []
@@ -149,3 +149,9 @@ def test_the_shipped_table_if_there_is_one() -> None:
         if cases := [m for m in load_measured(dense_break_even.RESULTS) if m.kind == kind]:
             assert speed_ratio(cases, 16384, 5120, 8192, 1) > 1
             assert speed_ratio(cases, 64, 64, 64, 1) < 1
+
+
+def test_an_unknown_accumulate_is_refused(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_dense.main(["--accumulate", "exact"])
+    assert "accumulate = 'exact' is unknown: choose one of 'fast', 'precise_wgrad'" in capsys.readouterr().err
