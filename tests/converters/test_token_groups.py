@@ -121,10 +121,10 @@ def test_case_15_zero_padding_inside_a_group_changes_nothing(recipe: str) -> Non
     wanted, actual = (fp8_mlp(e, Numerics(recipe=recipe)) for e in (experts, padded))
     real = [*range(5), *range(32, 52)]
     for name in ("out", "x"):
-        assert torch.equal(wanted[name], actual[name][real]), name
         assert not actual[name][[*range(5, 32), *range(52, 64)]].any(), name
-    for name in ("w1", "w2", "w3"):  # the same terms in another order of summation
-        torch.testing.assert_close(actual[name], wanted[name], rtol=1e-5, atol=1e-5)
+        actual[name] = actual[name][real]
+    for name in NAMES:  # the same terms, in the order that BLAS chooses for so many rows: on some CPUs another one
+        torch.testing.assert_close(actual[name], wanted[name], rtol=1e-5, atol=1e-7)
 
 
 def _pad(rows: torch.Tensor) -> torch.Tensor:
