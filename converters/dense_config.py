@@ -43,8 +43,11 @@ class FP8DenseConfig:
     wgrad: Literal["fp8", "fp8_columns", "bf16"] = "fp8"
     """Operands of the weight gradient, as in `[fp8.grouped_experts]`."""
 
-    accumulate: Literal["fast", "precise_wgrad", "precise"] = "fast"
-    """How a GPU keeps sums, as in `[fp8.grouped_experts]`. A dense weight gradient sums over all tokens at a time."""
+    accumulate: Literal["fast", "precise_wgrad", "precise"] = "precise_wgrad"
+    """
+    How a GPU keeps sums, as in `[fp8.grouped_experts]`. A dense weight gradient sums over all tokens at a time: 14 bits
+    over 16384 of them take 1 to 4 % off it, by an emulation with real gradients.
+    """
 
     fsdp_fp8_all_gather: Literal["auto", "on", "off"] = "auto"
     """FSDP2 gathers the weights in FP8, half the bytes of BF16. auto: on where it can be (no CPU offload)."""

@@ -14,7 +14,10 @@ from torch import nn
 
 @contextmanager
 def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """At its end, also after an error, every buffer of `modules` has the value that it began with."""
+    """At its end, also after an error, the buffers of `modules` have the values that they began with.
+
+    A buffer that was rebound, or written through `.data` or a DTensor's local tensor, is not noticed.
+    """
     before = [(buffer, buffer._version, buffer.clone()) for module in modules for buffer in module.buffers()]
     try:
         yield

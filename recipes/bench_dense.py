@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sizes", action="store_true", help="many sizes, for the table of what is too small")
     parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="turns of all variants")
     parser.add_argument("--seconds", type=SECONDS, default=0.1, help="of each variant in each round; not with --sizes")
-    parser.add_argument("--accumulate", default="fast", help="see fp8.dense.accumulate")
+    parser.add_argument("--accumulate", default=FP8DenseConfig.accumulate, help="see fp8.dense.accumulate")
     parser.add_argument("--out", type=out_file, default=None, help="also write the results to this JSON file")
     command = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(command)

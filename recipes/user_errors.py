@@ -32,7 +32,7 @@ def sentence_of(error: BaseException) -> str | None:
     while last.tb_next is not None:
         last = last.tb_next
     stated = last.tb_frame.f_code.co_code[last.tb_lasti] == RAISE
-    return str(error) if stated and not any(name in COMPUTES for name in modules) else None
+    return str(error) or None if stated and not any(name in COMPUTES for name in modules) else None
 
 
 def tell_torchrun(sentence: str) -> None:

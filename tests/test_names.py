@@ -17,9 +17,10 @@ from tests.test_layers import CODE, TESTS, tree
 
 FILES = {".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p in (*CODE, *TESTS)}
 MODULES = {*FILES, *(".".join(p.parts[:i]) for p in FILES.values() for i in range(1, len(p.parts)))}
-OF_ANY_MODULE = {"__name__", "__file__", "__doc__", "__dict__"}
+OF_ANY_MODULE = {"__name__", "__file__", "__doc__", "__dict__", "__path__", "__spec__", "__all__", "__annotations__"}
+OF_VALUES = {*dir(str), *dir(list), *dir(dict)}  # a name that elsewhere means a module may hold one of these
 BY_STRING = {"setattr", "getattr", "hasattr", "delattr", "object"}  # the last one: mock.patch.object
-LAUNCH_OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
+LAUNCH_OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion"}
 # What a module is called that is chosen when the program runs -> the modules of which it is one: a CPU sees the first.
 CHOSEN = {
     **dict.fromkeys(("backend", "get_backend"), ("converters.backends.reference", "converters.backends.hopper")),
@@ -175,7 +176,7 @@ class Reader(ast.NodeVisitor):
         if self.module.startswith("tests."):
             return ()
         node = node.func if isinstance(node, ast.Call) else node
-        if isinstance(node, ast.Attribute) and ast.unparse(node) != "torch.ops":
+        if isinstance(node, ast.Attribute) and not ast.unparse(node).startswith("torch."):
             return CHOSEN.get(node.attr, ())
         return CHOSEN.get(node.id, ()) if isinstance(node, ast.Name) and self.full(node) not in MODULES else ()
 
@@ -185,6 +186,8 @@ class Reader(ast.NodeVisitor):
                 self.say(node, f"there is no {name}")
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.level:
+            return  # tests/test_layers.py refuses it
         if node.module in MODULES:
             for alias in node.names:
                 self.need(node, node.module, alias.name)
@@ -192,7 +195,8 @@ class Reader(ast.NodeVisitor):
             self.say(node, f"there is no {node.module}")
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        for module in (m for m in (self.full(node.value), *self.chosen(node.value)) if m in MODULES):
+        chosen = () if node.attr in OF_VALUES else self.chosen(node.value)
+        for module in (m for m in (self.full(node.value), *chosen) if m in MODULES):
             self.need(node, module, node.attr)
         self.generic_visit(node)
 

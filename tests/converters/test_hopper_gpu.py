@@ -164,7 +164,7 @@ def test_precise_accumulation_is_more_precise_over_a_long_contraction() -> None:
 
 
 def test_a_weight_gradient_over_many_tokens_can_be_summed_precisely() -> None:
-    """Tokens with a mean, as real ones have: 14 bits over 16384 lose a seventh of the sum, 128 at a time nothing."""
+    """Tokens with a mean, as real ones have: what falls off beyond 14 bits makes the sum of thousands too small."""
     sizes, T = [16000, 384], 16384
     g, rg = hopper.groups(_offs(sizes), T), reference.groups(_offs(sizes), T)
     sides = [hopper.quantize_rows(torch.randn(T, n, device="cuda").bfloat16() + 1) for n in (128, 256)]
