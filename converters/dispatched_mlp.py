@@ -20,12 +20,11 @@ from torch.autograd.function import once_differentiable
 
 from converters.backends import get_backend
 from converters.config import Numerics
-from converters.expert_mlp import forward_rows, forward_weights, gathered_scales
+from converters.expert_mlp import forward_rows, gathered_scales
 from converters.kernels.ops import operator
 from converters.mlp_gradients import Saved, mlp_gradients, taken
 from converters.scaling import compute_dtype
-from converters.telemetry import is_measured
-from converters.telemetry_mlp import mlp_forward, parts_of, sent_rows
+from converters.telemetry_mlp import sent_rows
 from converters.telemetry_rows import PlainRows
 from parallel.expert_parallel import Dispatch, arrived, from_experts, start_from_experts, to_experts
 from parallel.wrapped_weight import plain
@@ -64,13 +63,9 @@ def arrived_mlp(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x8 [R, D], sx [R], plain local weights -> out [R, D], and for backward y13 [R, 2H], h8 [R, H], sh [R]."""
-    n, R = Numerics.parse(numerics), x8.shape[0]
-    weights = forward_weights(w1, w2, w3, (s13, s2), n, R)
-    out, y13, h8, sh = forward_rows(x8, sx, weights, get_backend(n.backend).groups(offs, R), dtype, n)
-    if is_measured(w1):
-        parts = parts_of([w1, w3], s13), parts_of([w2], s2)
-        mlp_forward(*parts, weights, offs, None, (x8, sx), y13, (h8, sh), out)
-    return out, y13, h8, sh
+    n = Numerics.parse(numerics)
+    groups = get_backend(n.backend).groups(offs, x8.shape[0])
+    return forward_rows(x8, sx, (w1, w2, w3), (s13, s2), groups, None, n, dtype)
 
 
 def mlp_at_experts(

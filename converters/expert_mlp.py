@@ -13,7 +13,6 @@ checkpointing see nodes whose inputs are the parameters themselves, while what i
 weight_cache.py. A dense MLP (dense_mlp.py) is the same op without offs: one group of all rows, weights [N, K].
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from converters.backends import get_backend
-from converters.backends.reference import FP8, QuantizedWeight
+from converters.backends.reference import FP8
 from converters.config import Numerics
 from converters.dense_linear import one_group
 from converters.differentiable import differentiable, unwrapped
@@ -33,33 +32,43 @@ from converters.rules.state import DelayedState
 from converters.scaling import compute_dtype, op_key
 from converters.telemetry import is_measured
 from converters.telemetry_mlp import mlp_forward, parts_of
-from converters.telemetry_rows import PlainRows
+from converters.telemetry_rows import PlainRows, Rows
 from converters.weight_cache import fp8_weight
 
 Scales = tuple[Tensor | None, Tensor | None]
-Weights = tuple[Callable[[], QuantizedWeight], Callable[[], QuantizedWeight]]  # W13 and W2, each made when it is needed
 SAVED = ("w1", "w2", "w3", "s13", "s2", "offs", "x", "x8", "sx", "y13", "h8", "sh")
 
 
 def forward_rows(
-    x8: Tensor, sx: Tensor, weights: Weights, groups: object, dtype: torch.dtype, n: Numerics
+    x8: Tensor,
+    sx: Tensor,
+    ws: tuple[Tensor, Tensor, Tensor],
+    scales: Scales,
+    groups: Any,
+    rows: Rows | None,
+    n: Numerics,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The forward from quantized rows on: -> out [M, D], y13 [M, 2H], h8 [M, H], sh [M]."""
-    backend, w13 = get_backend(n.backend), weights[0]()
-    y13 = backend.gemm_rows(x8, sx, w13.q, w13.scale, groups, dtype, n.accumulate)
-    del w13
-    h8, sh = backend.swiglu_rows(y13)
-    w2 = weights[1]()
-    return backend.gemm_rows(h8, sh, w2.q, w2.scale, groups, dtype, n.accumulate), y13, h8, sh
+    """The forward from quantized rows on, measured where that is due: -> out [M, D], y13 [M, 2H], h8 [M, H], sh [M].
 
-
-def forward_weights(w1: Tensor, w2: Tensor, w3: Tensor, scales: Scales, n: Numerics, M: int) -> Weights:
-    """Plain w1, w3 [E, H, D] and w2 [E, D, H], or without E -> W13 and W2 for the forward of M rows."""
-    both = makes_both(M, w1)
-    return (
-        partial(fp8_weight, [w1, w3], scales[0], n, backward=False, both=both),
-        partial(fp8_weight, [w2], scales[1], n, backward=False),
+    ws: plain w1, w2, w3: [E, H, D] and [E, D, H], or without E. rows: what x8 was quantized from, None: not here.
+    """
+    (w1, w2, w3), (s13, s2), backend = ws, scales, get_backend(n.backend)
+    weights = (  # W13 and W2, each made when it is needed
+        partial(fp8_weight, [w1, w3], s13, n, backward=False, both=makes_both(x8.shape[0], w1)),
+        partial(fp8_weight, [w2], s2, n, backward=False),
     )
+    w = weights[0]()
+    y13 = backend.gemm_rows(x8, sx, w.q, w.scale, groups, dtype, n.accumulate)
+    del w
+    h8, sh = backend.swiglu_rows(y13)
+    w = weights[1]()
+    out = backend.gemm_rows(h8, sh, w.q, w.scale, groups, dtype, n.accumulate)
+    del w
+    if is_measured(w1):
+        parts = parts_of([w1, w3], s13), parts_of([w2], s2)
+        mlp_forward(*parts, weights, groups.offs, rows, (x8, sx), y13, (h8, sh), out)
+    return out, y13, h8, sh
 
 
 def gathered_scales(w1: Tensor, w2: Tensor, w3: Tensor) -> Scales:
@@ -104,12 +113,8 @@ def _forward(
     x8, sx = backend.quantize_rows(x)
     M = x.shape[0]
     groups = one_group(n.backend, M, x.device) if offs is None else backend.groups(offs, M)
-    weights = forward_weights(w1, w2, w3, (s13, s2), n, M)
-    out, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
-    if is_measured(w1):
-        parts = parts_of([w1, w3], s13), parts_of([w2], s2)
-        mlp_forward(*parts, weights, groups.offs, PlainRows(x), (x8, sx), y13, (h8, sh), out)
-    return out, x8, sx, y13, h8, sh
+    out, *products = forward_rows(x8, sx, (w1, w2, w3), (s13, s2), groups, PlainRows(x), n, dtype)
+    return out, x8, sx, *products
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -27,13 +27,11 @@ from converters.backends import get_backend
 from converters.backends.reference import FP8
 from converters.config import Numerics
 from converters.differentiable import differentiable, unwrapped
-from converters.expert_mlp import forward_rows, forward_weights, gathered_scales
+from converters.expert_mlp import forward_rows, gathered_scales
 from converters.kernels.ops import operator
 from converters.mlp_gradients import mlp_gradients, taken
 from converters.scaling import compute_dtype, op_key
-from converters.telemetry import is_measured
 from converters.telemetry_gradients import see_gradient
-from converters.telemetry_mlp import mlp_forward, parts_of
 from converters.telemetry_rows import RoutedRows
 
 SAVED = ("w1", "w2", "w3", "s13", "s2", "offs", "x", "scores", "slots", "o", "x8", "sx", "y13", "h8", "sh")
@@ -135,13 +133,10 @@ def _forward(
     n = Numerics.parse(numerics)
     x8, sx = rows_of(x, slots, scores, before, n.backend)
     groups = get_backend(n.backend).groups(offs, x8.shape[0])
-    weights = forward_weights(w1, w2, w3, (s13, s2), n, x8.shape[0])
-    o, y13, h8, sh = forward_rows(x8, sx, weights, groups, dtype, n)
-    if is_measured(w1):
-        rows = RoutedRows(x, slots, scores.shape[0], scores if before else None)
-        mlp_forward(parts_of([w1, w3], s13), parts_of([w2], s2), weights, offs, rows, (x8, sx), y13, (h8, sh), o)
+    rows = RoutedRows(x, slots, scores.shape[0], scores if before else None)
+    o, *products = forward_rows(x8, sx, (w1, w2, w3), (s13, s2), groups, rows, n, dtype)
     out = combined(o, slots, scores, base, before, out_dtype, n.backend)
-    return out, o.new_empty(0) if before else o, x8, sx, y13, h8, sh
+    return out, o.new_empty(0) if before else o, x8, sx, *products
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
