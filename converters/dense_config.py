@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from converters.numerics import Accumulate, Backend, Wgrad
 from converters.options import check_choices, check_patterns, check_switches, check_whole
 
 SECTION = "fp8.dense"
@@ -31,7 +32,7 @@ class FP8DenseConfig:
     exclude: list[str] = field(default_factory=list)
     """Patterns of what stays in BF16, though `fqns` would pick it. One that matches nothing is an error."""
 
-    backend: Literal["auto", "reference", "hopper", "emulated"] = "auto"
+    backend: Backend = "auto"
     """As in `[fp8.grouped_experts]`: hopper and reference are for tokenwise, emulated is for the other rules."""
 
     skip_first_layers: int = 0
@@ -40,10 +41,10 @@ class FP8DenseConfig:
     skip_last_layers: int = 0
     """Leave the last N transformer layers in BF16."""
 
-    wgrad: Literal["fp8", "fp8_columns", "bf16"] = "fp8"
+    wgrad: Wgrad = "fp8"
     """Operands of the weight gradient, as in `[fp8.grouped_experts]`."""
 
-    accumulate: Literal["fast", "precise_wgrad", "precise"] = "precise_wgrad"
+    accumulate: Accumulate = "precise_wgrad"
     """
     How a GPU keeps sums, as in `[fp8.grouped_experts]`. A dense weight gradient sums over all tokens at a time: 14 bits
     over 16384 of them take 1 to 4 % off it, by an emulation with real gradients.
