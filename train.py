@@ -6,7 +6,6 @@ over to torchtitan's Trainer (recipes/trainer.py). Without torchrun it runs as o
 """
 
 import glob
-import logging
 import os
 import sys
 
@@ -56,7 +55,6 @@ def main() -> None:
     except Exception as error:
         if (sentence := sentence_of(error)) is None:
             raise
-        logging.getLogger(__name__).debug("where it was found", exc_info=error)
         tell_torchrun(sentence)
         sys.exit(sentence if speaks(sentence) else 1)
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,14 +24,15 @@ PATIENCE = timedelta(seconds=20)  # ranks that start on two busy cores are secon
 
 def sentence_of(error: BaseException) -> str | None:
     """What a user error says; None for any other exception."""
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not isinstance(error, ValueError | TypeError) or not modules or not modules[-1].startswith(OURS):
+    modules, last, entry = [""], None, error.__traceback__
+    while entry is not None:
+        modules.append(entry.tb_frame.f_globals.get("__name__", ""))
+        last, entry = entry, entry.tb_next
+    if not isinstance(error, ValueError | TypeError) or not modules[-1].startswith(OURS):
         return None
-    last = error.__traceback__
-    while last.tb_next is not None:
-        last = last.tb_next
-    stated = last.tb_frame.f_code.co_code[last.tb_lasti] == RAISE
-    return str(error) or None if stated and not any(name in COMPUTES for name in modules) else None
+    if last.tb_frame.f_code.co_code[last.tb_lasti] != RAISE or any(name in COMPUTES for name in modules):
+        return None
+    return str(error) or None
 
 
 def tell_torchrun(sentence: str) -> None:
