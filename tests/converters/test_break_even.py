@@ -77,7 +77,8 @@ def test_no_file_is_no_table_and_another_file_is_refused(tmp_path: Path) -> None
 def test_the_committed_measurement_is_read() -> None:
     measured = load_measured()
     assert len(measured) >= 2
-    assert all(m.rows > 0 and m.bf16 > 0 and m.cold > 0.97 * m.warm > 0 for m in measured)  # noise: two experts
+    assert all(m.rows > 0 and m.bf16 > 0 and m.cold > 0.97 * m.warm > 0 for m in measured)
+    assert all(m.cold >= m.warm for m in measured if m.E > 2)  # quantizing the weights of two is less than the noise
 
 
 def dims(world_size: int = 1, **degrees: int) -> ParallelDims:
