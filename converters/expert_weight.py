@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from converters.backends.reference import FP8
 from converters.config import Numerics
 from converters.gathered_weight import FP8GatheredWeight, payload_of
+from converters.group_bias import add_group_bias
 from converters.grouped_mm import grouped_mm
 from converters.telemetry import Tap, claim
 from parallel.wrapped_weight import WrappedWeight, padded_shard
@@ -101,13 +102,14 @@ def _grouped(
 ) -> Tensor:
     numerics = _require_weight_right(mat_a, mat_b, "grouped_mm")
     if offs is None:
-        return _add(_batched(mat_a, mat_b), bias, out_dtype)
+        return add_group_bias(_in(_batched(mat_a, mat_b), out_dtype), bias, None, mat_b.shape[0])
     if mat_a.dim() != 2 or mat_b.dim() != 3:
         raise NotImplementedError(
             f"grouped_mm with offs and an FP8 weight takes A [M, K] and W [E, K, N]; got {tuple(mat_a.shape)} and "
             f"{tuple(mat_b.shape)}."
         )
-    return _add(grouped_mm(mat_a, mat_b, offs, numerics), bias, out_dtype)
+    out = _in(grouped_mm(mat_a, mat_b, offs, numerics), out_dtype)
+    return add_group_bias(out, bias, offs, mat_b.shape[0])
 
 
 def _batched(a: Tensor, w: Tensor) -> Tensor:
@@ -140,11 +142,13 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     _require_weight_right(input, weight, "linear")
-    return _add(_one_group(input, weight.transpose(-2, -1)), bias, None)
+    out = _one_group(input, weight.transpose(-2, -1))
+    if bias is not None and bias.shape != out.shape[-1:]:
+        raise ValueError(f"linear with an FP8 weight takes a bias [{out.shape[-1]}]; got {tuple(bias.shape)}.")
+    return out if bias is None else out + bias.to(out.dtype)
 
 
-def _add(out: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    out = out if bias is None else out + bias
+def _in(out: Tensor, dtype: torch.dtype | None) -> Tensor:
     return out if dtype is None else out.to(dtype)
 
 
