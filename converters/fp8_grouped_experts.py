@@ -5,7 +5,7 @@
                (expert_mlp.py), with no padding of groups; a subclass with a forward of its own keeps it
 
 Three ways in: `[model] converters = ["fp8.grouped_experts"]`, `convert(model, config)`, and
-`torchao.quantization.quantize_(model, FP8GroupedExpertsConfig())`.
+`torchao.quantization.quantize_(model, FP8GroupedExpertsConfig(), filter_fn=is_routed_experts)`.
 """
 
 import inspect
@@ -48,8 +48,18 @@ DEFAULT_FILTER = inspect.signature(quantize_).parameters["filter_fn"].default  #
 logger = logging.getLogger(__name__)
 
 
-def is_routed_experts(module: nn.Module, fqn: str = "") -> bool:
-    """A `filter_fn` for torchao's `quantize_`: torchtitan's routed experts and nothing else."""
+def is_routed_experts(module: nn.Module, fqn: str | None = None) -> bool:
+    """A `filter_fn` for torchao's `quantize_`: torchtitan's routed experts and nothing else.
+
+    Raises:
+        ValueError: `module` is the model itself (fqn ""), and has none. torchao would say nothing of it.
+    """
+    if fqn == "" and not any(isinstance(m, GroupedExperts) for m in module.modules()):
+        raise ValueError(
+            f"filter_fn = is_routed_experts picks nothing: {type(module).__name__} has no GroupedExperts of "
+            "torchtitan's. Name its expert modules: "
+            "converters.fp8_grouped_experts.convert(model, FP8GroupedExpertsConfig(fqns=[...]))."
+        )
     return isinstance(module, GroupedExperts)
 
 
@@ -103,6 +113,22 @@ def _check_wires(fqn: str, module: nn.Module, config: FP8GroupedExpertsConfig) -
             )
 
 
+def _switch(
+    fqn: str,
+    module: nn.Module,
+    config: FP8GroupedExpertsConfig,
+    numerics: Numerics,
+    delayed: DelayedConfig | None = None,
+) -> None:
+    """`convert_module`, and what else `config` says of it."""
+    if config.experts == "sequential" and isinstance(module, GroupedExperts):
+        run_sequentially(module)
+    _check_wires(fqn, module, config)
+    if ep_dispatch := dispatches_fp8(config, numerics):
+        let_experts_dispatch()
+    convert_module(module, numerics, ep_dispatch, delayed)
+
+
 def _too_slow(
     model: nn.Module, chosen: dict[str, nn.Module], config: FP8GroupedExpertsConfig, work: Workload
 ) -> list[SkippedModule]:
@@ -137,20 +163,14 @@ def convert(
     if work is not None and numerics.backend == "hopper" and config.experts == "grouped":
         slow = _too_slow(model, chosen, config, work)
         skipped, chosen = skipped + slow, {f: m for f, m in chosen.items() if f not in {s.fqn for s in slow}}
-    if ep_dispatch := dispatches_fp8(config, numerics):
-        let_experts_dispatch()
     converted = []
     for fqn, module in chosen.items():
-        if config.experts == "sequential" and isinstance(module, GroupedExperts):
-            run_sequentially(module)
-        _check_wires(fqn, module, config)
-        convert_module(module, numerics, ep_dispatch, delayed)
+        _switch(fqn, module, config, numerics, delayed)
         for name in stacked_weights(module):
             w = getattr(module, name)
             note = "" if takes_our_forward(module) else f"{type(module).__name__}.forward as it is, its products in FP8"
-            converted.append(
-                ConvertedWeight(f"{fqn}.{name}", tuple(w.shape), str(w.dtype).removeprefix("torch."), note)
-            )
+            own, dtype = f"{fqn}.{name}".removeprefix("."), str(w.dtype).removeprefix("torch.")
+            converted.append(ConvertedWeight(own, tuple(w.shape), dtype, note))
     ours = [m for m in chosen.values() if is_one_op(m)]
     notes = () if fuse is None else (fuse(model, ours, numerics),)
     notes += (NO_GAIN,) * (numerics.backend == "emulated")
@@ -178,14 +198,14 @@ class FP8GroupedExpertsConverter(FP8Converter):
 
 @register_quantize_module_handler(FP8GroupedExpertsConfig)
 def _quantize_handler(module: nn.Module, config: FP8GroupedExpertsConfig) -> nn.Module:
-    """What `quantize_` calls on each module that its filter admits.
+    """What `quantize_` calls on each module that its filter admits; where it admits none, nobody is called.
 
     Its default filter admits nn.Linear only, and would hand us the router's gate and the shared experts but never the
-    routed ones (tt#3199). So with that filter the config's own selection decides, once, on the model that quantize_ was
-    called with; any other filter decides alone.
+    routed ones (tt#3199). So with that filter, as with ours, the config's own selection decides, once, on the model
+    that quantize_ was called with; any other filter decides alone.
     """
     model, filter_fn = _arguments_of_quantize()
-    if filter_fn is DEFAULT_FILTER:
+    if filter_fn in (DEFAULT_FILTER, is_routed_experts):
         if module is next(m for name, m in model.named_modules() if filter_fn(m, name)):
             convert(model, config)
         return module
@@ -194,8 +214,13 @@ def _quantize_handler(module: nn.Module, config: FP8GroupedExpertsConfig) -> nn.
             f"{type(module).__name__} owns no weights [experts, out, in]: let filter_fn pick expert modules only, e.g. "
             "converters.fp8_grouped_experts.is_routed_experts."
         )
+    if config.fqns or config.skip_first_layers or config.skip_last_layers:
+        raise ValueError(
+            "fqns, skip_first_layers and skip_last_layers do nothing beside a filter_fn of your own, which decides "
+            "alone: leave them out, or give filter_fn = converters.fp8_grouped_experts.is_routed_experts."
+        )
     check_alignment(type(module).__name__, module)
-    convert_module(module, resolve(config))
+    _switch(type(module).__name__, module, config, resolve(config))
     return module
 
 

@@ -3,11 +3,12 @@
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torchao.quantization import quantize_
+from torchao.quantization import FqnToConfig, quantize_
 from torchtitan.config import JobConfig
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import ParallelDims
@@ -79,12 +80,53 @@ def test_case_01_a_filter_that_picks_other_modules_is_refused() -> None:
         quantize_(llama4(), REFERENCE, filter_fn=lambda m, fqn: isinstance(m, FeedForward))
 
 
-def test_case_01_quantize_passes_the_config_on() -> None:
+@pytest.mark.parametrize(
+    "filters", [{}, {"filter_fn": None}, {"filter_fn": is_routed_experts}], ids=["default", "none", "ours"]
+)
+def test_case_01_quantize_passes_the_config_on(filters: dict) -> None:
     model = llama4()
-    config = FP8GroupedExpertsConfig(backend="reference", fqns=["layers.1", "layers.3"], recipe="rowwise")
-    quantize_(model, config)
+    config = FP8GroupedExpertsConfig(
+        backend="reference", fqns=["layers.1", "layers.3"], recipe="rowwise", experts="sequential"
+    )
+    quantize_(model, config, **filters)
     assert in_fp8(model) == expert_names(1, 3)
     assert model.layers["1"].moe.experts.w1._context.recipe == "rowwise"
+    assert model.layers["1"].moe.experts.sequential
+
+
+def bare_experts() -> GroupedExperts:
+    return GroupedExperts(32, 16, 2, True)
+
+
+@pytest.mark.parametrize("make", [bare_experts, lambda: nn.Sequential(bare_experts(), nn.LayerNorm(32))])
+def test_case_01_a_model_without_linear_layers(make: Callable) -> None:
+    """torchao's own filter would pick nothing in it, and say nothing."""
+    model = make()
+    quantize_(model, REFERENCE, filter_fn=is_routed_experts)
+    assert len(in_fp8(model)) == 3
+    (report,) = model.conversion_reports
+    assert {w.fqn for w in report.converted} == in_fp8(model)
+    with pytest.raises(ValueError, match=r"LayerNorm has no GroupedExperts of torchtitan's\..*fqns=\["):
+        quantize_(nn.LayerNorm(32), REFERENCE, filter_fn=is_routed_experts)
+
+
+def test_case_01_a_filter_of_ones_own_and_what_the_config_says_besides() -> None:
+    experts = lambda m, fqn: is_routed_experts(m)  # noqa: E731
+    for options in ({"fqns": ["layers.1"]}, {"skip_first_layers": 1}, {"skip_last_layers": 1}):
+        with pytest.raises(ValueError, match="do nothing beside a filter_fn of your own"):
+            quantize_(llama4(), replace(REFERENCE, **options), filter_fn=experts)
+    model = llama4()
+    quantize_(model, replace(REFERENCE, experts="sequential"), filter_fn=experts)
+    assert in_fp8(model) == expert_names(0, 1, 2, 3)
+    assert model.layers["1"].moe.experts.sequential
+    with pytest.raises(ValueError, match=r"fsdp_fp8_all_gather = 'on' needs torchtitan's own forward"):
+        quantize_(llama4(), replace(REFERENCE, experts="sequential", fsdp_fp8_all_gather="on"), filter_fn=experts)
+
+
+def test_case_01_quantize_by_names_through_torchao() -> None:
+    model = llama4()
+    quantize_(model, FqnToConfig({"re:layers\\.[12]\\.moe\\.experts": REFERENCE}), filter_fn=None)
+    assert in_fp8(model) == expert_names(1, 2)
 
 
 @pytest.mark.parametrize(
