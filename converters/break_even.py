@@ -1,17 +1,18 @@
-"""Is FP8 faster than BF16 at as many rows as an expert will get?  Measured in assets/results/bench_h200.json.
+"""Is FP8 faster than BF16 for experts of this size?  Measured in assets/results/experts_h200.json.
 
-An expert costs a fixed time (read the weights, quantize them, write their gradients) and a time a row:
+What the MLP of E experts costs a rank, forward and backward, with M routed rows, model dim D and hidden dim H:
 
-    t(rows) = fixed + rows * slope        FP8 has the larger `fixed` and the smaller `slope`: few rows, and BF16 wins
+    t = a + b * M*D*H + c * E*D*H + d * M*(D + H) + e * E
 
-Both parts grow with D * H. So it is times an expert and D * H that are interpolated, linearly in the rows and over all
-measured shapes, and continued along the same line to fewer rows than any of them has.
+launches, products, bytes of the weights (read, quantized, their gradients written), bytes of the activations, and what
+every expert begins anew. None of them is negative (measured_cost.py). FP8 halves b and has larger a, c and d: small
+experts lose, and so do few rows an expert.
+
+The file is of `python -m recipes.bench --sizes`, the time of the GPU alone. That of `python -m recipes.bench`,
+bench_h200.json, is of other times (a host that launches while the GPU works) and of large shapes alone: not mixed in.
 """
 
-import json
-import math
-from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,57 +21,43 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts
 
-RESULTS = Path(__file__).parents[1] / "assets" / "results" / "bench_h200.json"
+from converters.measured_cost import fit_all, fp8_speed, load_cases
+
+RESULTS = Path(__file__).parents[1] / "assets" / "results" / "experts_h200.json"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One expert's forward and backward with `rows` rows, weights [H, D], in ms / (D * H); cold quantizes them."""
+    """Forward and backward of the MLP of E experts in ms: M rows in all, weights [E, H, D] and [E, D, H]."""
 
-    rows: float
+    M: int
     D: int
     H: int
     E: int
-    bf16: float
-    cold: float
-    warm: float
+    bf16_ms: float
+    cold_ms: float
+    warm_ms: float
 
 
 def load_measured(path: Path = RESULTS) -> list[Measured]:
-    """The cases of a bench file; none if there is no such file.
+    """The cases of a file of measurements; none if there is no such file.
 
     Raises:
-        ValueError: the file is no bench result.
+        ValueError: the file holds something else.
     """
-    if not path.exists():
-        return []
-    try:
-        cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
-        times = [[c[k] / (c["E"] * c["D"] * c["H"]) for k in ("bf16_ms", "cold_ms", "warm_ms")] for c in cases]
-        measured = [Measured(c["M"] / c["E"], c["D"], c["H"], c["E"], *t) for c, t in zip(cases, times, strict=True)]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no result of recipes.bench ({error!r}): measure again, or delete it.") from error
-    return measured
+    return load_cases(path, Measured, "experts")
 
 
-def speed_ratio(measured: list[Measured], rows: float, D: int, H: int, E: int, micro_batches: int) -> float:
-    """Time of BF16 over that of FP8; above 1 FP8 is faster. The first of an optimizer step's micro-batches is cold."""
-    # Of cases with the same rows the last in order stays: the one of the nearest shape and expert count.
-    far = {m: (abs(math.log(m.D * m.H / (D * H))), abs(math.log(m.E / E))) for m in measured}
-    curve = {m.rows: m for m in sorted(measured, key=far.get, reverse=True)}.values()
-    curve = sorted(curve, key=lambda m: m.rows)
-    bf16 = _time([(m.rows, m.bf16) for m in curve], rows)
-    return bf16 / _time([(m.rows, (m.cold + (micro_batches - 1) * m.warm) / micro_batches) for m in curve], rows)
+def _terms(M: float, D: int, H: int, E: int) -> list[float]:
+    return [1.0, M * D * H, E * D * H, M * (D + H), E]
 
 
-def _time(curve: list[tuple[float, float]], rows: float) -> float:
-    (first, t_first), (last, t_last) = curve[0], curve[-1]
-    if rows >= last or len(curve) == 1:
-        return t_last * rows / last  # far beyond the last the fixed part is nothing
-    i = min(max(bisect([m for m, _ in curve], rows) - 1, 0), len(curve) - 2)
-    (a, t_a), (b, t_b) = curve[i], curve[i + 1]
-    line = t_a + (rows - a) * (t_b - t_a) / (b - a)
-    return line if rows > first else max(line, t_first * rows / first)  # no fixed part is below zero
+def speed_ratio(cases: Sequence[Measured], rows: float, D: int, H: int, E: int, micro_batches: int) -> float:
+    """Time of BF16 over that of FP8 for E experts with `rows` rows each; above 1 FP8 is faster. The first of an
+    optimizer step's micro-batches is cold.
+    """
+    costs = fit_all([_terms(c.M, c.D, c.H, c.E) for c in cases], cases)
+    return fp8_speed(costs, _terms(rows * E, D, H, E), micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +94,7 @@ def workload(job_config: JobConfig, dims: ParallelDims) -> Workload:
 
 
 def below_break_even(
-    model: nn.Module, experts: Mapping[str, nn.Module], work: Workload, measured: list[Measured], cache: bool = True
+    model: nn.Module, experts: Mapping[str, nn.Module], work: Workload, measured: Sequence[Measured], cache: bool = True
 ) -> dict[str, str]:
     """Which of `experts` (name -> module of `model`, unparallelized) are expected to be slower in FP8, and why.
 

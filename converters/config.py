@@ -94,8 +94,8 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
 
     below_break_even: BelowBreakEven = "warn"
     """
-    Experts that will get too few rows at a time for FP8 to be faster, by the job's batch and the measured table
-    (hopper backend only). warn: one sentence at start. bf16: that, and they stay in BF16.
+    Experts that are too small, or will get too few rows at a time, for FP8 to be faster, by the job's batch and the
+    measured table (hopper backend only). warn: one sentence at start. bf16: that, and they stay in BF16.
     """
 
     cache: bool = True

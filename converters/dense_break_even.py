@@ -4,24 +4,21 @@ What a layer costs, forward and backward, with T tokens, K inputs and N outputs 
 
     t = a + b * T*K*N + c * K*N + d * T*(K + N)      launches, products, bytes of the weight, bytes of activations
 
-None of them is negative, and each is fitted to the measured cases by least squares of relative errors, for BF16 and for
-FP8 with weights quantized now (cold) or before (warm). FP8 halves b and has larger a, c and d: small layers lose.
+None of them is negative (measured_cost.py). FP8 halves b and has larger a, c and d: small layers lose.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
 from converters.break_even import workload
 from converters.dense_selection import Unit
+from converters.measured_cost import fit_all, fp8_speed, load_cases
 
 RESULTS = Path(__file__).parents[1] / "assets" / "results" / "dense_h200.json"
-PRECISIONS = ("bf16_ms", "cold_ms", "warm_ms")
 
 
 @dataclass(frozen=True)
@@ -64,40 +61,16 @@ def load_measured(path: Path = RESULTS) -> list[Measured]:
     Raises:
         ValueError: the file holds something else.
     """
-    if not path.exists():
-        return []
-    try:
-        cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
-        return [Measured(**{name: c[name] for name in Measured.__dataclass_fields__}) for c in cases]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} does not hold measured dense layers ({error!r}): measure again, or delete it."
-        ) from error
+    return load_cases(path, Measured, "dense layers")
 
 
 def _terms(T: float, K: float, N: float) -> list[float]:
     return [1.0, T * K * N, K * N, T * (K + N)]
 
 
-def _fit(cases: Sequence[Measured], precision: str) -> np.ndarray:
-    """[4], the costs a, b, c, d."""
-    times = np.array([getattr(c, precision) for c in cases])
-    terms = np.array([_terms(c.T, c.K, c.N) for c in cases]) / times[:, None]
-    used = list(range(4))
-    while True:  # a cost below zero is none
-        costs = np.linalg.lstsq(terms[:, used], np.ones(len(cases)), rcond=None)[0]
-        if len(used) == 1 or costs.min() >= 0:
-            break
-        del used[int(costs.argmin())]
-    out = np.zeros(4)
-    out[used] = costs
-    return out
-
-
 def speed_ratio(cases: Sequence[Measured], T: int, K: int, N: int, micro_batches: int) -> float:
     """Time of BF16 over that of FP8 for one layer; above 1 FP8 is faster. The first of the micro-batches is cold."""
-    bf16, cold, warm = (float(np.dot(_fit(cases, p), _terms(T, K, N))) for p in PRECISIONS)
-    return bf16 / ((cold + (micro_batches - 1) * warm) / micro_batches)
+    return fp8_speed(fit_all([_terms(c.T, c.K, c.N) for c in cases], cases), _terms(T, K, N), micro_batches)
 
 
 def too_small(units: Sequence[Unit], work: DenseWork, measured: Sequence[Measured], cache: bool) -> dict[str, str]:

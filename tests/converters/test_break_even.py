@@ -2,83 +2,91 @@
 
 import json
 import logging
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe.moe import GroupedExperts
 
 from converters import capability, fp8_grouped_experts
-from converters.break_even import RESULTS, Measured, Workload, load_measured, speed_ratio, workload
+from converters.break_even import Measured, Workload, below_break_even, load_measured, speed_ratio, workload
 from converters.config import FP8GroupedExpertsConfig
 from converters.fp8_grouped_experts import FP8GroupedExpertsConverter, convert
 from tests.converters.models import MixtralExperts, expert_names, in_fp8, llama4
 from tests.converters.test_conversion import job
 
-D, H = 64, 96  # of the test model, E = 4, top_k = 2
 HOPPER = FP8GroupedExpertsConfig(backend="hopper")
 
 
-def case(rows: int, E: int = 4, D: int = D, H: int = H, slower: float = 1.0) -> dict:
-    """An expert takes 2 + rows / 100 ms in BF16; 3 + rows / 200 in cold FP8, equal at 200 rows, 1.5 less warm."""
-    line = {"bf16_ms": 2 + rows / 100, "cold_ms": slower * (3 + rows / 200), "warm_ms": 1.5 + rows / 200}
-    return {"case": "made up", "M": rows * E, "D": D, "H": H, "E": E, **{k: E * D * H * v for k, v in line.items()}}
+def law(launches: float, products: float, weights: float, activations: float, expert: float) -> Callable[..., float]:
+    """Time in ms of M rows in all and E experts of D x H."""
+    return lambda M, D, H, E: (
+        launches + products * M * D * H + weights * E * D * H + activations * M * (D + H) + expert * E
+    )
 
 
-def table(folder: Path, *cases: dict) -> list[Measured]:
-    file = folder / "bench.json"
-    file.write_text(json.dumps({"environment": {"gpu": "none"}, "cases": list(cases)}))
+def table(folder: Path, bf16: Callable, cold: Callable, warm: Callable) -> list[Measured]:
+    """As recipes.bench --sizes writes it, with times by these laws."""
+    rows = []
+    for D, H, E, each in product((32, 256, 4096), (64, 1024), (2, 16), (10, 100, 5000)):
+        size = {"M": each * E, "D": D, "H": H, "E": E}
+        rows.append(size | {"case": "", "bf16_ms": bf16(**size), "cold_ms": cold(**size), "warm_ms": warm(**size)})
+    file = folder / "experts.json"
+    file.write_text(json.dumps({"environment": {"gpu": "none"}, "cases": rows}))
     return load_measured(file)
 
 
-def ratio(measured: list[Measured], rows: float, micro_batches: int = 1, D: int = D, H: int = H, E: int = 4) -> float:
-    return speed_ratio(measured, rows, D, H, E, micro_batches)
+def lines(folder: Path) -> list[Measured]:
+    """An expert takes 2 + rows / 100 in BF16; 3 + rows / 200 in cold FP8, equal at 200 rows, 1.5 less warm."""
+    return table(folder, *(law(0, b, c, 0, 0) for b, c in ((1e-2, 2), (5e-3, 3), (5e-3, 1.5))))
 
 
-@pytest.mark.parametrize("rows", [1, 50, 100, 200, 777, 1000])
-def test_between_and_below_measured_rows_the_line_holds(tmp_path: Path, rows: int) -> None:
-    measured = table(tmp_path, case(1000), case(100), case(400, E=2))
-    assert ratio(measured, rows) == pytest.approx((2 + rows / 100) / (3 + rows / 200))
-    assert ratio(measured, rows, micro_batches=2) == pytest.approx((2 + rows / 100) / (2.25 + rows / 200))
+# About what an H200 needs for one dense MLP (dense_h200.json), and 2 us for each further expert.
+LAWS = law(0.05, 2.3e-11, 3e-9, 2.2e-9, 0.002), law(0.2, 1e-11, 6.5e-9, 7.5e-9, 0.002), law(0.2, 1e-11, 3e-9, 7.5e-9, 0)
 
 
-def test_far_beyond_the_most_rows_the_last_ratio_stays(tmp_path: Path) -> None:
-    assert ratio(table(tmp_path, case(100), case(1000)), 10**6) == pytest.approx(12 / 8)
+@pytest.mark.parametrize(
+    "size",
+    [
+        (1.5, 64, 96, 4),
+        (16, 512, 1024, 64),
+        (1024, 5120, 8192, 16),
+        (10**6, 8192, 8192, 256),
+    ],
+    ids=str,
+)
+def test_the_costs_of_every_term_are_found_from_measurements(tmp_path: Path, size: tuple) -> None:
+    measured, (rows, D, H, E) = table(tmp_path, *LAWS), size
+    bf16, cold, warm = (t(rows * E, D, H, E) for t in LAWS)
+    assert speed_ratio(measured, *size, 1) == pytest.approx(bf16 / cold, rel=1e-6)
+    assert speed_ratio(measured, *size, 4) == pytest.approx(bf16 / (cold / 4 + warm * 3 / 4), rel=1e-6)
 
 
-def test_one_measured_case_is_one_ratio(tmp_path: Path) -> None:
-    measured = table(tmp_path, case(100))
-    assert [ratio(measured, rows) for rows in (1, 100, 9999)] == pytest.approx([3 / 3.5] * 3)
+def test_small_experts_are_named_and_those_of_scout_are_not(tmp_path: Path) -> None:
+    """Which never could happen to D = 512 when only experts of D >= 4096 were measured, 128 rows each and more."""
+    measured, model = table(tmp_path, *LAWS), nn.ModuleDict()
+    sizes = {"small": (512, 1024, 64, 6), "scout": (5120, 8192, 16, 1), "middle": (2048, 4096, 8, 2)}
+    for name, (D, H, E, top_k) in sizes.items():
+        with torch.device("meta"):
+            moe = nn.ModuleDict({"experts": GroupedExperts(D, H, E, use_grouped_mm=True)})
+        moe.router = nn.Identity()
+        moe.router.top_k = top_k
+        model[name] = moe
+    experts = {f"{name}.experts": model[name]["experts"] for name in sizes}
 
+    def named(tokens: float, **options: int) -> dict[str, str]:
+        return below_break_even(model, experts, Workload(tokens=tokens, micro_batches=1, **options), measured)
 
-def test_a_fixed_time_below_zero_is_not_believed(tmp_path: Path) -> None:
-    steep = case(200) | {"bf16_ms": 4 * D * H * 100.0}  # from 3 ms at 100 rows to 100 ms: -94 ms at none
-    assert ratio(table(tmp_path, case(100), steep), 10) == pytest.approx(0.3 / 3.05)
-
-
-def test_the_nearest_shape_decides_and_then_the_nearest_expert_count(tmp_path: Path) -> None:
-    far = case(100, D=4 * D, slower=2)
-    measured = table(tmp_path, far, case(100, slower=4), case(100, E=32, slower=8))
-    found = [ratio(measured, 100, E=8), ratio(measured, 100, E=16), ratio(measured, 100, D=3 * D)]
-    assert found == pytest.approx([3 / 14, 3 / 28, 3 / 7])
-
-
-def test_no_file_is_no_table_and_another_file_is_refused(tmp_path: Path) -> None:
-    assert load_measured(tmp_path / "none.json") == []
-    for text in ("{", "[]", '{"cases": [{"M": 1}]}', '{"cases": [3]}'):
-        (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(
-            ValueError, match=r"bad\.json is no result of recipes\.bench .*measure again, or delete it\.$"
-        ):
-            load_measured(tmp_path / "bad.json")
-
-
-@pytest.mark.skipif(not RESULTS.exists(), reason="not measured yet")
-def test_the_committed_measurement_is_read() -> None:
-    measured = load_measured()
-    assert len(measured) >= 2
-    assert all(m.rows > 0 and m.bf16 > 0 and m.cold > 0.97 * m.warm > 0 for m in measured)
-    assert all(m.cold >= m.warm for m in measured if m.E > 2)  # quantizing the weights of two is less than the noise
+    assert named(16384) == {"small.experts": "1,536 rows an expert, where FP8 has 0.82x the speed of BF16"}
+    assert set(named(16)) == {"small.experts", "middle.experts", "scout.experts"}
+    assert "scout.experts" not in named(16384, ep=8)
+    assert "scout.experts" in named(16384, ep=8, tp=8)  # of two experts an eighth of H: launches take half of it
+    assert not below_break_even(model, experts, Workload(tokens=16, micro_batches=1), [])
 
 
 def dims(world_size: int = 1, **degrees: int) -> ParallelDims:
@@ -124,7 +132,7 @@ def test_a_weight_is_used_once_in_a_step_of_one_micro_batch_without_recomputatio
 def on_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine that says it has a Hopper, with a table that breaks even at 200 rows an expert."""
     monkeypatch.setattr(capability, "hopper_problem", lambda: None)
-    monkeypatch.setattr(fp8_grouped_experts, "load_measured", lambda: table(tmp_path, case(100), case(1000)))
+    monkeypatch.setattr(fp8_grouped_experts, "load_measured", lambda: lines(tmp_path))
 
 
 def tokens(rows: float) -> Workload:
@@ -138,7 +146,7 @@ def test_below_break_even_is_said_in_one_sentence(caplog: pytest.LogCaptureFixtu
         convert(model, HOPPER, tokens(100))
     assert [r.getMessage() for r in caplog.records] == [
         "fp8.grouped_experts: layers.0.moe.experts and 3 more will get 100 rows an expert, where FP8 has 0.86x the "
-        "speed of BF16 (bench_h200.json): train with more tokens at a time, or set below_break_even = 'bf16'."
+        "speed of BF16 (experts_h200.json): train with more tokens at a time, or set below_break_even = 'bf16'."
     ]
     assert in_fp8(model) == expert_names(0, 1, 2, 3)
 

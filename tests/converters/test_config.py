@@ -179,7 +179,7 @@ def test_docs_become_help(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
         "Leave the experts of the first N transformer layers in BF16",
         "Operands of the weight gradient",
         "How a GPU keeps sums. fast: in the tensor core, about 14 bits",
-        "Experts that will get too few rows at a time for FP8 to be faster",
+        "Experts that are too small, or will get too few rows at a time, for FP8 to be faster",
         "Quantize a weight once per optimizer step",
     ):
         assert doc in shown, doc
