@@ -21,6 +21,9 @@ def number(noun: str, remedy: str, *, least: float = -math.inf, above: float = -
     return parse
 
 
+SECONDS = number("number of seconds", "0 or more", least=0)  # 0: one call
+
+
 def count(problem: str, *, least: int = 1) -> Callable[[str], int]:
     """A whole number, `least` or more. Errors say "TEXT PROBLEM: give a whole number, 1 or more"."""
 

@@ -6,16 +6,15 @@ are quantized again and not kept) and ours with the same weights as before (warm
 turn, A B C D A B C D, in one process, and medians are compared: a GPU's clock depends on its power and temperature, so
 only neighbours in time compare. Whole training steps: --e2e, with the arguments of recipes.bench_e2e.
 
+--sizes measures instead many small and middle sizes, without torchao, and the time of the GPU alone (bench_sizes.py).
+
 Without a GPU: the reference backend on a tiny shape. That checks the tool, not the speed.
 """
 
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable
-from datetime import UTC, datetime
-from statistics import median
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,37 +25,27 @@ from converters import weight_cache
 from converters.capability import resolve
 from converters.config import FP8GroupedExpertsConfig, Numerics
 from recipes import bench_e2e
-from recipes.arguments import count, number, out_file
-from recipes.bench_cases import CASES, TINY, Case, Inputs, Variant, bf16, forget_weights, make_inputs, ours, parse_shape
+from recipes.arguments import SECONDS, count, out_file
+from recipes.bench_cases import (
+    CASES,
+    TINY,
+    Case,
+    Inputs,
+    Variant,
+    bf16,
+    forget_weights,
+    make_inputs,
+    ours,
+    parse_shape,
+    steps,
+)
 from recipes.bench_cases import torchao as torchao_variant
 from recipes.bench_parts import parts
-from recipes.bench_tables import show, show_parts
-from recipes.run_info import versions
+from recipes.bench_sizes import measure_sizes, sizes
+from recipes.bench_tables import show, show_parts, show_sizes
+from recipes.timing import device_ms, elapsed_ms, environment, in_turn, medians
 
 GRADIENTS = ("out", "dx", "dw13", "dw2")
-
-
-def elapsed_ms(run: Callable[[], Any], seconds: float, cuda: bool) -> float:
-    """Mean time of a call, over as many as fill `seconds`."""
-    if not cuda:
-        begin, calls = time.perf_counter(), 0
-        while calls == 0 or time.perf_counter() - begin < seconds:
-            run()
-            calls += 1
-        return (time.perf_counter() - begin) * 1e3 / calls
-    calls = max(3, int(seconds * 1e3 / events_ms(run, 1)))
-    return events_ms(run, calls)
-
-
-def events_ms(run: Callable[[], Any], calls: int) -> float:
-    """Mean time of a call on the GPU, between events before the first and after the last of them."""
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    for _ in range(calls):
-        run()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / calls
 
 
 def results(variant: Variant, g: Tensor) -> dict[str, Tensor]:
@@ -92,19 +81,13 @@ def peak_bytes(variant: Variant, g: Tensor) -> int:
     if not g.is_cuda:
         return 0
     forget_weights()
-    for leaf in variant.leaves:
-        leaf.grad = None
+    variant.clear()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     variant.step(g)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def _clear(variant: Variant) -> None:
-    for leaf in variant.leaves:
-        leaf.grad = None
 
 
 def measure(case: Case, i: Inputs, numerics: Numerics, rounds: int, seconds: float) -> dict[str, Any]:
@@ -114,58 +97,36 @@ def measure(case: Case, i: Inputs, numerics: Numerics, rounds: int, seconds: flo
     variants = [base, cold, warm]
     reference = results(base, i.g)
     row["bf16_peak_bytes"] = peak_bytes(base, i.g)
-    _clear(base)
+    base.clear()
     row["sqnr_db"] = sqnr_db(reference, results(warm, i.g))
     row["fp8_warm_peak_bytes"] = peak_bytes(warm, i.g)
     row["fp8_cache_bytes"] = weight_cache.cached_bytes()
     row["fp8_peak_bytes"] = peak_bytes(cold, i.g)
-    _clear(warm)
+    warm.clear()
     row["torchao_ms"] = row["torchao_sqnr_db"] = None
     try:
         upstream = torchao_variant(i)
         row["torchao_sqnr_db"] = sqnr_db(reference, results(upstream, i.g))
-        _clear(upstream)
+        upstream.clear()
         variants.insert(1, upstream)
     except Exception as error:
         row["torchao_error"] = f"{type(error).__name__}: {error}"[:200]
     del reference
-    times: dict[str, list[float]] = {v.name: [] for v in variants}
-    for _ in range(rounds):
-        for v in variants:
-            v.step(i.g)
-            times[v.name].append(elapsed_ms(lambda v=v: v.step(i.g), seconds, i.x.is_cuda))
-            _clear(v)
-    row |= {f"{name}_ms": round(median(t), 4) for name, t in times.items()}
+    times = in_turn(steps(variants, i.g), rounds, lambda run: elapsed_ms(run, seconds, i.x.is_cuda))
+    row |= medians(times)
     row["rounds_ms"] = {name: [round(t, 4) for t in all_times] for name, all_times in times.items()}
     return row
 
 
-def peaks(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of dense 8192 x 8192 x 8192 products, as fast as torch makes them here for half a second."""
-    if device.type != "cuda":
-        return {}
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
-    runs = {
-        "bf16": lambda: a @ b.t(),
-        "fp8": lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
-    }
-    return {name: round(2 * 8192**3 / elapsed_ms(run, 0.5, True) / 1e9, 1) for name, run in runs.items()}
-
-
-def environment(device: torch.device, numerics: Numerics, command: list[str]) -> dict[str, Any]:
-    """Date, GPU, versions, command, backend, and the measured peaks."""
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
-        "versions": versions(),
-        "command": "python -m recipes.bench" + "".join(f" {a}" for a in command),
-        "numerics": str(numerics),
-        "peak_tflops": peaks(device),
-    }
-
-
-SECONDS = number("number of seconds", "0 or more", least=0)  # 0: one step
+def _measure_all(
+    cases: list[Case], device: torch.device, numerics: Numerics, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    for case in cases:
+        forget_weights()
+        inputs = make_inputs(case, device, args.seed)
+        row = measure(case, inputs, numerics, args.rounds, args.seconds)
+        yield row | ({"parts": parts(case, inputs, numerics)} if args.parts else {})
+        del inputs  # before the next ones are made
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -174,8 +135,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", default=None, help=f"comma separated, of {names}; default: all, on a CPU none")
     parser.add_argument("--shape", action="append", default=[], help="M,D,H,E of one more case; may be repeated")
     parser.add_argument("--parts", action="store_true", help="also the time of each part")
+    parser.add_argument("--sizes", action="store_true", help="many sizes, for the table of what is too small")
     parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="turns of all variants")
-    parser.add_argument("--seconds", type=SECONDS, default=0.2, help="of each variant in each round")
+    parser.add_argument("--seconds", type=SECONDS, default=0.2, help="of each variant in each round; not with --sizes")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and group sizes")
     parser.add_argument("--wgrad", default="fp8", help="see fp8.grouped_experts.wgrad")
     parser.add_argument("--accumulate", default="fast", help="see fp8.grouped_experts.accumulate")
@@ -188,8 +150,14 @@ def chosen(args: argparse.Namespace, cuda: bool) -> list[Case]:
     """The cases that the command line asks for.
 
     Raises:
-        ValueError: a name that is none, or a bad shape.
+        ValueError: a name that is none, a bad shape, shapes for a GPU without one, or --sizes with other shapes.
     """
+    if args.sizes:
+        if args.cases or args.shape or args.parts:
+            raise ValueError("--sizes has sizes of its own: leave --cases, --shape and --parts out.")
+        if not cuda:
+            raise ValueError("--sizes is for a GPU, and there is none: without it a tiny shape is run.")
+        return sizes()
     known = {c.name: c for c in CASES}
     names = args.cases.split(",") if args.cases else ([*known] if cuda and not args.shape else [])
     if unknown := [n for n in names if n not in known]:
@@ -214,19 +182,20 @@ def main(argv: list[str] | None = None) -> int:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {error}", highlight=False)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 150)
+    command = ["python -m recipes.bench", *command]
     data: dict[str, Any] = {"environment": environment(device, numerics, command), "cases": []}
-    for case in cases:
-        forget_weights()
-        inputs = make_inputs(case, device, args.seed)
-        row = measure(case, inputs, numerics, args.rounds, args.seconds)
-        if args.parts:
-            row["parts"] = parts(case, inputs, numerics)
+    if args.sizes:
+        rows = measure_sizes(cases, device, numerics, args.seed, args.rounds, device_ms)
+    else:
+        rows = _measure_all(cases, device, numerics, args)
+    for row in rows:
+        if "parts" in row:
             show_parts(row, data["environment"], console)
         data["cases"].append(row)
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(data, indent=1) + "\n")
-    show(data, console)
+    (show_sizes if args.sizes else show)(data, console)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -104,12 +105,26 @@ class Variant:
 
     def step(self, g: Tensor) -> Tensor:
         """Forward and backward with fresh gradients; returns the output."""
-        for leaf in self.leaves:
-            leaf.grad = None
+        self.clear()
         self.prepare()
         out = self.forward(*self.leaves)
         out.backward(g)
         return out
+
+    def clear(self) -> None:
+        """Drops the gradients."""
+        for leaf in self.leaves:
+            leaf.grad = None
+
+
+def steps(variants: list[Variant], g: Tensor) -> dict[str, Callable[[], None]]:
+    """What is timed of each, by name: a step that leaves no gradients, so that only one variant's take memory."""
+
+    def run(v: Variant) -> None:
+        v.step(g)
+        v.clear()
+
+    return {v.name: partial(run, v) for v in variants}
 
 
 def _leaves(i: Inputs, numerics: Numerics | None = None) -> tuple[Tensor, ...]:
@@ -118,14 +133,23 @@ def _leaves(i: Inputs, numerics: Numerics | None = None) -> tuple[Tensor, ...]:
     return (i.x.detach().requires_grad_(), *weights)
 
 
-def bf16(i: Inputs) -> Variant:
-    """torchtitan's own expert function in BF16, compiled where there is a GPU."""
-    run = _run_experts_grouped_mm
-    if i.x.is_cuda:
-        torch.compiler.reset()
-        run = torch.compile(run, fullgraph=True, dynamic=False)
-    counts = torch.diff(i.offs, prepend=i.offs.new_zeros(1))
-    return Variant("bf16", _leaves(i), lambda x, w1, w2, w3: run(w1, w2, w3, x, counts), lambda: None)
+def expert_function(cuda: bool, dynamic: bool | None = False) -> Callable[..., Tensor]:
+    """torchtitan's own expert function, compiled where there is a GPU; whatever was compiled before is forgotten."""
+    if not cuda:
+        return _run_experts_grouped_mm
+    torch.compiler.reset()
+    return torch.compile(_run_experts_grouped_mm, fullgraph=True, dynamic=dynamic)
+
+
+def bf16(i: Inputs, run: Callable[..., Tensor] | None = None) -> Variant:
+    """torchtitan's own expert function in BF16. run: it, compiled before, for other rows and experts too."""
+    counts, leaves = torch.diff(i.offs, prepend=i.offs.new_zeros(1)), _leaves(i)
+    if run is None:
+        run = expert_function(i.x.is_cuda)
+    else:
+        for tensor in (counts, *leaves):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return Variant("bf16", leaves, lambda x, w1, w2, w3: run(w1, w2, w3, x, counts), lambda: None)
 
 
 def torchao(i: Inputs) -> Variant:

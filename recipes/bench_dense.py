@@ -14,10 +14,8 @@ Without a GPU: the reference backend on a tiny shape. That checks the tool, not 
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -32,11 +30,9 @@ from converters.capability import resolve
 from converters.dense_config import FP8DenseConfig
 from converters.fp8_dense import convert_dense
 from parallel.wrapped_weight import plain
-from recipes.arguments import count, out_file
-from recipes.bench import SECONDS, elapsed_ms, environment, events_ms
+from recipes.arguments import SECONDS, count, out_file
+from recipes.timing import device_ms, elapsed_ms, environment, in_turn, medians
 
-CALLS = 8  # of a layer, at most 31 launches each: a stream takes about a thousand before it makes the host wait
-MAX_CLOCK_HZ = 2e9  # of any Hopper GPU: a wait counted in its cycles is at least as long as meant
 MS = ("bf16", "torchao", "cold", "warm")
 
 
@@ -136,18 +132,6 @@ def variants(case: Case, device: torch.device, config: FP8DenseConfig, with_torc
     return found | {"cold": Variant(module=ours, run=ours, before=changed), "warm": Variant(module=ours, run=ours)}
 
 
-def device_ms(run: Callable[[], Any]) -> float:
-    """Mean time of a call on the GPU, of CALLS whose launches are all there before the first of them starts."""
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(CALLS):
-        run()
-    launching = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    torch.cuda._sleep(int(2 * launching * MAX_CLOCK_HZ))
-    return events_ms(run, CALLS)
-
-
 def measure(
     case: Case,
     device: torch.device,
@@ -162,14 +146,10 @@ def measure(
     x = torch.randn(case.T, case.K, device=device, dtype=torch.bfloat16, requires_grad=True)
     outputs = (case.K,) if case.kind == "mlp" else case.N
     upstreams = [torch.randn(case.T, N, device=device, dtype=torch.bfloat16) for N in outputs]
-    times: dict[str, list[float]] = {}
     found = variants(case, device, config, with_torchao)
-    for _ in range(rounds):
-        for name, variant in found.items():
-            variant.step(x, upstreams)
-            times.setdefault(name, []).append(clock(lambda v=variant: v.step(x, upstreams)))
+    times = in_turn({name: lambda v=v: v.step(x, upstreams) for name, v in found.items()}, rounds, clock)
     row = {"case": case.name, "kind": case.kind, "T": case.T, "K": case.K, "N": sum(case.N)}
-    return row | {f"{name}_ms": round(median(ms), 4) for name, ms in times.items()}
+    return row | medians(times)
 
 
 def table(data: dict[str, Any]) -> Table:
@@ -207,8 +187,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     numerics = resolve(config)
+    command = ["python -m recipes.bench_dense", *command]
     data = {"environment": environment(device, numerics, command), "cases": []}
-    data["environment"]["command"] = " ".join(["python -m recipes.bench_dense", *command])
     clock = device_ms if args.sizes else lambda run: elapsed_ms(run, args.seconds, device.type == "cuda")
     for case in cases:
         with_torchao = not args.sizes and device.type == "cuda"

@@ -18,6 +18,13 @@ def _share(tflops: float, environment: dict[str, Any]) -> str:
     return f"{tflops / peak:.0%}" if peak else ""
 
 
+def _conditions(environment: dict[str, Any], console: Console) -> None:
+    versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items())
+    console.print(
+        f"{environment['gpu']}, {environment['date']}, {versions}, {environment['numerics']}", highlight=False
+    )
+
+
 def show(data: dict[str, Any], console: Console) -> None:
     """One row a case: times, times BF16, TFLOP/s and share of the measured dense peak, memory, SQNR against BF16."""
     columns = ["case", "BF16 ms", "torchao", "cold", "warm", "cold x", "warm x", "TFLOP/s", "peak"]
@@ -40,15 +47,23 @@ def show(data: dict[str, Any], console: Console) -> None:
             theirs,
         )
     console.print(table)
-    environment = data["environment"]
-    versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items())
-    console.print(
-        f"{environment['gpu']}, {environment['date']}, {versions}, {environment['numerics']}", highlight=False
-    )
+    _conditions(data["environment"], console)
     for c in data["cases"]:
         if error := c.get("torchao_error"):
             console.print(f"{c['case']}: torchao fails: {error}", markup=False, highlight=False, soft_wrap=True)
     console.print("SQNR: output, dx, dW13, dW2. Memory: over inputs and weights, quantized weights included.")
+
+
+def show_sizes(data: dict[str, Any], console: Console) -> None:
+    """One row a size: times of the GPU, and times BF16."""
+    columns = ["D x H", "experts", "rows each", "BF16 ms", "cold", "warm", "cold x", "warm x"]
+    table = _table("Forward and backward of one expert MLP, the GPU alone", columns)
+    for c in data["cases"]:
+        times = [f"{c[k]:.3f}" for k in ("bf16_ms", "cold_ms", "warm_ms")]
+        speed = [f"{c['bf16_ms'] / c[k]:.2f}" for k in ("cold_ms", "warm_ms")]
+        table.add_row(f"{c['D']} x {c['H']}", str(c["E"]), f"{c['M'] // c['E']:,}", *times, *speed)
+    console.print(table)
+    _conditions(data["environment"], console)
 
 
 def show_parts(row: dict[str, Any], environment: dict[str, Any], console: Console) -> None:

@@ -231,7 +231,7 @@ def test_names_exist_and_arguments_fit(module: str) -> None:
         ("backend.pow2_scale(x)", "converters.backends.hopper has no pow2_scale"),
         ("get_backend('hopper').quantize_rows(x, y)", "reference.quantize_rows: too many positional arguments"),
         ("from recipes.bench import hopper_ms\n", "recipes.bench has no hopper_ms"),
-        ("from recipes import bench\nbench.events_ms(f)", "events_ms: missing a required argument: 'calls'"),
+        ("from recipes import timing\ntiming.events_ms(f)", "events_ms: missing a required argument: 'calls'"),
         ("from recipes.bench_cases import Case\nCase('a', 1, 2, 3, 4, 5)", "Case: too many positional arguments"),
         ("from converters.kernels.rows import _rows_kernel as k\nk[1](*a, STRIDE=1)", "unexpected keyword argument"),
     ],

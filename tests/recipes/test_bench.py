@@ -4,21 +4,24 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torchtitan.models.moe.moe import _run_experts_grouped_mm
 
 from converters import weight_cache
+from converters.break_even import _terms, load_measured
 from converters.config import Numerics
-from recipes import bench, bench_dense
+from recipes import bench, bench_dense, bench_sizes
 from recipes.bench import _parser, chosen, main, results, sqnr_db
 from recipes.bench_cases import CASES, TINY, Case, bf16, group_ends, make_inputs, ours, parse_shape
+from recipes.timing import elapsed_ms
 
 CPU = torch.device("cpu")
 
 
-def test_tiny_run_writes_what_the_readme_table_and_break_even_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_tiny_run_writes_what_the_readme_table_reads(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "results" / "bench.json"
     assert main(["--shape", "48,32,64,3", "--rounds", "1", "--seconds", "0", "--parts", "--json", str(file)]) == 0
     data = json.loads(file.read_text())
@@ -63,6 +66,58 @@ def test_what_cannot_be_timed_or_written_is_refused_first(
     with pytest.raises(SystemExit, match="2"):
         make(args)
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs the sizes for a GPU")
+def test_sizes_are_not_measured_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """What they are for decides which experts of a GPU run stay in BF16."""
+    assert main(["--sizes", "--out", str(tmp_path / "experts_h200.json")]) == 2
+    assert "--sizes is for a GPU, and there is none" in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", [["--cases", "scout"], ["--shape", "64,64,64,2"], ["--parts"]], ids=str)
+def test_sizes_take_no_other_shapes(option: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"^--sizes has sizes of its own: leave --cases, --shape and --parts out"):
+        chosen(_parser().parse_args(["--sizes", *option]), cuda=True)
+
+
+def test_sizes_tell_the_costs_apart_and_fit_a_gpu() -> None:
+    found = chosen(_parser().parse_args(["--sizes"]), cuda=True)
+    assert len(found) == len({(c.M, c.D, c.H, c.E) for c in found})
+    assert max(3 * 2 * c.E * c.D * c.H for c in found) < 10e9
+    terms = np.array([_terms(c.M, c.D, c.H, c.E) for c in found])
+    relative = terms / (terms @ [0.1, 1e-11, 5e-9, 5e-9, 2e-3])[:, None]  # by costs such as an H200's
+    assert np.linalg.cond(relative / np.linalg.norm(relative, axis=0)) < 20
+
+
+def test_sizes_are_measured_as_break_even_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Nothing but the choice of the sizes and the clock asks for a GPU."""
+    cases = [Case("a", 64, 32, 48, 4), Case("b", 32, 32, 48, 2), Case("c", 32, 64, 32, 2)]
+    monkeypatch.setattr(bench, "chosen", lambda args, cuda: cases)
+    monkeypatch.setattr(bench, "device_ms", lambda run: elapsed_ms(run, 0.0, False))
+    made, file = [], tmp_path / "experts.json"
+    function = bench_sizes.expert_function
+    monkeypatch.setattr(bench_sizes, "expert_function", lambda *a, **k: made.append(1) or function(*a, **k))
+    assert main(["--sizes", "--rounds", "1", "--out", str(file)]) == 0
+    assert [(m.M, m.D, m.H, m.E) for m in load_measured(file)] == [(c.M, c.D, c.H, c.E) for c in cases]
+    assert len(made) == 2  # one compilation for each weight [H, D]
+    environment = json.loads(file.read_text())["environment"]
+    assert environment["command"].startswith("python -m recipes.bench --sizes --rounds 1 --out ")
+    assert "32 x 48" in capsys.readouterr().out
+
+
+def test_one_compilation_serves_all_rows_and_experts() -> None:
+    """And nothing else is computed by it."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(_run_experts_grouped_mm, fullgraph=True, backend=counter)
+    for case in (Case("a", 128, 32, 48, 4), Case("b", 256, 32, 48, 4), Case("c", 256, 32, 48, 8)):
+        inputs = make_inputs(case, CPU, seed=0)
+        assert min(sqnr_db(results(bf16(inputs), inputs.g), results(bf16(inputs, run), inputs.g)).values()) > 100
+    assert counter.frame_count == 1
 
 
 def test_unknown_case_and_bad_shape_are_refused(capsys: pytest.CaptureFixture) -> None:
