@@ -99,7 +99,10 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
     """
 
     cache: bool = True
-    """Quantize a weight once per optimizer step and reuse it in every micro-batch, in backward and in recomputation."""
+    """
+    Quantize a weight once per optimizer step and reuse it in every micro-batch, in backward and in recomputation. The
+    table at start has its memory. What FSDP2 gathers in FP8 is kept either way (fsdp_fp8_all_gather).
+    """
 
     def __post_init__(self) -> None:
         section = "fp8.grouped_experts"

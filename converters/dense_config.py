@@ -60,7 +60,10 @@ class FP8DenseConfig:
     """
 
     cache: bool = True
-    """Quantize a weight once per optimizer step and reuse it in every micro-batch, in backward and in recomputation."""
+    """
+    Quantize a weight once per optimizer step and reuse it in every micro-batch, in backward and in recomputation. The
+    table at start has its memory. What FSDP2 gathers in FP8 is kept either way (fsdp_fp8_all_gather).
+    """
 
     @property
     def grad_dtype(self) -> str:

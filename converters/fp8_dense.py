@@ -131,7 +131,9 @@ def convert_dense(
                 )
                 for fqn, layer in unit.layers.items()
             ]
-    report = ConversionReport(NAME, config.recipe, numerics.backend, tuple(converted), tuple(skipped))
+    report = ConversionReport(
+        NAME, config.recipe, numerics.backend, tuple(converted), tuple(skipped), numerics=numerics
+    )
     model.conversion_reports = [*getattr(model, "conversion_reports", []), report]
     return report
 

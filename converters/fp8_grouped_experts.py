@@ -174,7 +174,7 @@ def convert(
     ours = [m for m in chosen.values() if is_one_op(m)]
     notes = () if fuse is None else (fuse(model, ours, numerics),)
     notes += (NO_GAIN,) * (numerics.backend == "emulated")
-    report = ConversionReport(NAME, config.recipe, numerics.backend, tuple(converted), tuple(skipped), notes)
+    report = ConversionReport(NAME, config.recipe, numerics.backend, tuple(converted), tuple(skipped), notes, numerics)
     model.conversion_reports = [*getattr(model, "conversion_reports", []), report]
     return report
 

@@ -79,7 +79,7 @@ class FP8GatheredWeight(WrappedWeight):
         return cls(inner["_data"], inner["_scale"], meta["dtype"], meta["context"])
 
 
-def _shard(module: nn.Module, name: str) -> ShardOf | None:
+def shard_of(module: nn.Module, name: str) -> ShardOf | None:
     """The FSDP2 shard of a module's weight; none where it is not sharded."""
     param = module._parameters.get(name)
     if not isinstance(param, DTensor) or not isinstance(param._local_tensor, WrappedWeight):
@@ -99,7 +99,7 @@ def _groups(modules: list[nn.Module]) -> list[list[ShardOf]]:
         layers = getattr(module, JOINED, None)
         named = [[(m, "weight") for m in layers]] if layers else [[(module, n) for n in ns] for ns in SHARED_SCALES]
         for members in named:
-            if shards := [shard for m, name in members if (shard := _shard(m, name)) is not None]:
+            if shards := [shard for m, name in members if (shard := shard_of(m, name)) is not None]:
                 out[id(shards[0].local)] = shards
     return list(out.values())
 

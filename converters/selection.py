@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter
 
-from converters.config import FP8GroupedExpertsConfig
+from converters.config import FP8GroupedExpertsConfig, Numerics
 
 ALIGNMENT = 16  # bytes: TMA and wgmma read FP8 rows in units of 16 elements
 
@@ -47,6 +47,7 @@ class ConversionReport:
     converted: tuple[ConvertedWeight, ...]
     skipped: tuple[SkippedModule, ...]
     notes: tuple[str, ...] = ()
+    numerics: Numerics | None = None
 
     def summary(self) -> str:
         """One line for the log."""

@@ -123,8 +123,9 @@ def _without_used(w: QuantizedWeight, backward: bool) -> QuantizedWeight:
 
 def cached_bytes() -> int:
     """Memory of all entries."""
-    tensors = [t for e in _entries.values() for t in (e.quantized.q, e.quantized.q_t, e.quantized.scale)]
-    return sum(t.numel() * t.element_size() for t in tensors)
+    kept = [e.quantized for e in _entries.values()]
+    tensors = {id(t): t for w in kept for t in (w.q, w.q_t, w.scale, w.scale_t)}  # one scale may serve both layouts
+    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def clear() -> None:

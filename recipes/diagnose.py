@@ -18,7 +18,7 @@ from recipes.arguments import count
 from recipes.diagnose_remedies import Remedy, skip
 from recipes.diagnose_rules import Finding, findings
 from recipes.diagnose_view import View, natural, section_of
-from recipes.report_tables import collapse
+from recipes.folded_names import collapse
 from recipes.runs import RunError, read_run
 
 FILE_WIDTH = 120

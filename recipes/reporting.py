@@ -23,12 +23,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools.logging import logger
 
-from converters.selection import ConversionReport
+from recipes.end_table import RunSummary, end_table
 from recipes.finite import GradientWatch, NonFiniteError
 from recipes.progress import ProgressBar
 from recipes.recording import RecordingLogger
-from recipes.report_tables import RunSummary, conversion_table, end_table
 from recipes.run_info import add_results, describe_run, perplexity, sequences_per_step, write_run_info
+from recipes.start_table import start_table
 from recipes.step_line import NON_FINITE, SKIPPED, StepLine
 
 # Where the output is no terminal: a log file, a pipe of torchrun.
@@ -73,7 +73,7 @@ class ReportingMetricsProcessor(MetricsProcessor):
         self._watch.install()
         self.time_last_log = time.perf_counter()  # building and initializing the model was no step
         if self._speaks:
-            self._print(conversion_table(conversion_reports(model_parts)))
+            self._print(start_table(model_parts))
             self._bar.start()
 
     def _due(self, step: int) -> bool:
@@ -230,14 +230,6 @@ def mfu_peak(flops: float, device: str) -> tuple[float, str] | None:
     """
     unknown = flops == A100_FLOPS and "A100" not in device
     return None if unknown or not math.isfinite(flops) else (flops, "dense BF16 peak, FP8 or not")
-
-
-def conversion_reports(model_parts: list[nn.Module]) -> list[ConversionReport]:
-    """What the converters left on the model, each report once: pipeline stages are copies of one converted model."""
-    found: list[ConversionReport] = []
-    for part in model_parts:
-        found += [report for report in getattr(part, "conversion_reports", []) if report not in found]
-    return found
 
 
 def build_metrics_processor(

@@ -21,6 +21,7 @@ from converters.backends import reference
 from converters.config import FP8GroupedExpertsConfig
 from converters.fp8_grouped_experts import convert
 from converters.gathered_weight import FP8GatheredWeight
+from converters.kept_memory import kept_memory
 from parallel.expert_parallel import from_experts, plan, to_experts
 from tests.parallel.checks import checks_of, expect_no_error, run_on_two_ranks
 from tests.parallel.matrix import build
@@ -153,6 +154,30 @@ def check_weights_that_are_not_sharded_are_quantized_once_a_step(folder: Path) -
     with counted(weight_cache, "quantize") as calls:
         trainer.steps(2)
     assert calls == {"quantize": 2 * 2 * LAYERS}
+
+
+def check_what_the_start_table_says_is_kept_is_kept(folder: Path) -> None:
+    """Bytes on this rank, after a step: shards that are gathered in FP8, and what the cache has of whole weights."""
+    often = {"training__local_batch_size": 1}  # several micro-batches: what is cached stays
+    rows = {
+        "fsdp": Row(shard=2).with_fp8(**WIRES).with_dense(),
+        "fsdp in bf16": Row(shard=2).with_fp8(**NO_WIRES).with_dense(fsdp_fp8_all_gather="off"),
+        "ep": Row(shard=2, ep=2).with_fp8(**WIRES).but(**often),
+        "tp": Row(tp=2).with_fp8().with_dense().but(**often),
+        "ddp": Row(replicate=2).with_fp8().with_dense().but(**often),
+        "ddp, used once": Row(replicate=2).with_fp8().with_dense(),
+    }
+    for name, row in rows.items():
+        weight_cache.clear()
+        trainer = build(row, folder / "seed" / "checkpoint" / "step-0", folder / "run")
+        said = sum(kept.between for kept in kept_memory(trainer.model_parts).values())
+        trainer.steps(1)
+        local = [getattr(p, "_local_tensor", p) for part in trainer.model_parts for p in part.parameters()]
+        payloads = [p.payload for p in local if getattr(p, "payload", None) is not None]
+        shards = sum(p.q.numel() for p in payloads)
+        scales = {p.scale.data_ptr(): p.scale.numel() * 4 for p in payloads}
+        assert said == shards + sum(scales.values()) + weight_cache.cached_bytes(), name
+        assert (said > 0) == (name != "fsdp in bf16"), name
 
 
 def check_selective_recomputation_keeps_the_experts_products(folder: Path) -> None:

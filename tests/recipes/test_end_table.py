@@ -1,26 +1,10 @@
-"""Names of modules, folded; commands at the end of a run."""
+"""Commands at the end of a run."""
 
 import pytest
 from rich.console import Console
 
-from recipes.report_tables import RunSummary, collapse, end_table
+from recipes.end_table import RunSummary, end_table
 from recipes.telemetry_table import TelemetrySummary, telemetry_table
-
-
-@pytest.mark.parametrize(
-    ("fqns", "folded"),
-    [
-        (["layers.0.w1", "layers.1.w1", "layers.0.w3", "layers.1.w3"], ["layers.{0..1}.{w1,w3}"]),
-        (["layers.0.w1", "layers.1.w1", "layers.0.w3"], ["layers.{0..1}.w1", "layers.0.w3"]),
-        (["layers.1.w", "layers.3.w", "layers.4.w"], ["layers.{1,3..4}.w"]),
-        (["layers.10.w", "layers.9.w"], ["layers.{9..10}.w"]),
-        (["layers.7.experts.0.w", "layers.7.experts.1.w"], ["layers.7.experts.0.w", "layers.7.experts.1.w"]),
-        (["norm", "output"], ["norm, output"]),
-        (["layers.2"], ["layers.2"]),
-    ],
-)
-def test_collapse(fqns, folded):
-    assert collapse(fqns) == folded
 
 
 @pytest.mark.parametrize("converters", [(), ("fp8.grouped_experts",)])

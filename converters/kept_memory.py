@@ -1,0 +1,90 @@
+"""How much memory do the quantized copies of weights take on this rank?  By the rules of weight_cache.py and FSDP2.
+
+a weight of this rank alone, used often    both layouts and the scales, from step to step
+the same, used once a step                 one layout from forward to backward; between steps the scales
+sharded by FSDP2, gathered in FP8          the shard and the scales of the whole weight; what is gathered lives as
+                                           long as FSDP2 keeps a gathered weight, at half of BF16's bytes
+sharded by FSDP2, gathered in BF16         nothing: quantized at each use
+emulated, without the cache, used by views nothing: quantized at each use
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from converters.expert_weight import FP8ExpertWeight
+from converters.experts_forward import is_one_op
+from converters.gathered_weight import JOINED, SHARED_SCALES, shard_of
+from converters.numerics import Numerics
+from parallel.fsdp import fsdp_mesh
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # parts of names that recomputation and compile put in
+SCALE = 4  # bytes, float32
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of one weight's quantized copies on this rank. between: optimizer steps; peak: the most within one; why:
+    what decides that.
+    """
+
+    between: int
+    peak: int
+    why: str
+
+
+def kept_memory(parts: Iterable[nn.Module]) -> dict[str, Kept]:
+    """What this rank will keep of each FP8 weight of the model's `parts`, by its name, once it has trained a step.
+
+    parts: parallelized. A scale that weights of one GEMM share counts to the first of them.
+    """
+    found = {}
+    for part in parts:
+        for fqn, module in part.named_modules():
+            for wrapper in WRAPPERS:
+                fqn = fqn.replace(wrapper, "")
+            for name, w in module.named_parameters(recurse=False):
+                local = w._local_tensor if isinstance(w, DTensor) else w
+                if isinstance(local, FP8ExpertWeight):
+                    found[f"{fqn}.{name}".removeprefix(".")] = _kept(module, name, w, local)
+    return found
+
+
+def _kept(module: nn.Module, name: str, w: Tensor, local: FP8ExpertWeight) -> Kept:
+    n, size = local._context, local.numel()
+    if n.backend == "emulated":
+        return Kept(0, 0, "emulated, quantized at each use")
+    if isinstance(w, DTensor) and fsdp_mesh(w) is not None:
+        shard = shard_of(module, name) if n.fp8_all_gather else None
+        if shard is None:
+            return Kept(0, 0, "gathered in high precision, quantized at each use")
+        both = size + (SCALE * shard.slices if _has_scale(module, name) else 0)
+        return Kept(both, both, "the shard that FSDP2 gathers in FP8")
+    if not n.cache:
+        return Kept(0, 0, "cache = false, quantized at each use")
+    scales = _scales(module, name, w, n)
+    if local.dim() == 3 and not is_one_op(module):
+        return Kept(0, 2 * size + scales, "a weight whose module takes views of it is quantized at each use, not kept")
+    if n.used_once:
+        return Kept(scales, size + scales, "used once a step, then given up")
+    return Kept(2 * size + scales, 2 * size + scales, "both layouts, for all uses in a step")
+
+
+def _scales(module: nn.Module, name: str, w: Tensor, n: Numerics) -> int:
+    """Bytes of the scales: one a slice; by the rule "rowwise" one a row of q and of the joined q_t. Linear layers under
+    tensor parallelism run one by one, each with its own.
+    """
+    local = w._local_tensor if isinstance(w, DTensor) else w
+    N, K = local.shape[-2:]
+    alone = local.dim() == 2 and isinstance(w, DTensor)
+    slices, first = local.shape[0] if local.dim() == 3 else 1, alone or _has_scale(module, name)
+    return SCALE * slices * (N + K * first if n.recipe == "rowwise" else first)
+
+
+def _has_scale(module: nn.Module, name: str) -> bool:
+    """Whether it is the first of the weights that are one GEMM."""
+    if layers := getattr(module, JOINED, None):
+        return module is layers[0]
+    return all(name not in names[1:] for names in SHARED_SCALES)
