@@ -25,6 +25,7 @@ from converters.config import Numerics
 from converters.dense_linear import one_group
 from converters.differentiable import differentiable, unwrapped
 from converters.gathered_weight import FP8GatheredWeight
+from converters.group_ends import group_ends
 from converters.kernels.ops import operator
 from converters.mlp_gradients import gradient_rows, makes_both, mlp_gradients, taken
 from converters.rules.mlp import ruled_mlp
@@ -154,7 +155,9 @@ def expert_mlp(
     Args:
         x: [M, D] rows grouped by expert. Rows past offs[-1] are ignored: their outputs and gradients are zero.
         w1, w3: [E, H, D]; w2: [E, D, H]; plain or wrapped, float32 or bfloat16.
-        offs: int32 [E], ends of the groups. Any sizes, empty ones too; no alignment.
+        offs: int32 [E], ends of the groups. Any sizes, empty ones too; no alignment. They ascend from 0, to M at
+            most; on a GPU nobody looks whether they do, which would wait for it: past M they are cut, descending ones
+            are undefined.
         numerics: scale rule, backend, precision of the weight gradient.
         state: of this MLP (`DelayedState(gemms=2, ...)`), for recipe "delayed"; first_expert: where w1[0] is in it.
 
@@ -162,13 +165,14 @@ def expert_mlp(
         [M, D] in x's dtype, or autocast's. Weight gradients have the weights' dtype.
 
     Raises:
-        ValueError: shapes that do not belong together, or "delayed" without a state.
+        ValueError: shapes that do not belong together, offs that are no ends of groups of x, or "delayed" without a
+            state.
     """
     E, H, D = w1.shape
     if x.dim() != 2 or x.shape[1] != D or w3.shape != (E, H, D) or w2.shape != (E, D, H) or offs.shape != (E,):
         got = ", ".join(str(tuple(t.shape)) for t in (x, w1, w3, w2, offs))
         raise ValueError(f"expert_mlp takes x [M, D], w1 and w3 [E, H, D], w2 [E, D, H] and offs [E]; got {got}.")
-    x, offs, dtype = x.contiguous(), offs.to(torch.int32), compute_dtype(x)
+    x, offs, dtype = x.contiguous(), group_ends(offs, x), compute_dtype(x)
     if numerics.backend == "emulated":
         return ruled_mlp(x, (w1, w2, w3), offs, numerics, dtype, state, first_expert)
     return mlp_of_rows(x, w1, w2, w3, offs, numerics)

@@ -16,6 +16,7 @@ from converters.backends import get_backend
 from converters.backends.reference import FP8
 from converters.config import Numerics
 from converters.differentiable import differentiable, unwrapped
+from converters.group_ends import group_ends
 from converters.kernels.ops import operator
 from converters.rules.gemm import ruled_mm
 from converters.rules.state import DelayedState
@@ -94,7 +95,8 @@ def grouped_mm(
     Args:
         x: [M, K], any float dtype. Rows past offs[-1] are ignored: their outputs and gradients are zero.
         w: [E, K, N], a transposed view of a weight [E, N, K]; plain or wrapped.
-        offs: int32 [E], ends of the groups. Any sizes, empty ones too.
+        offs: int32 [E], ends of the groups. Any sizes, empty ones too. They ascend from 0, to M at most; on a GPU
+            nobody looks whether they do, which would wait for it: past M they are cut, descending ones are undefined.
         numerics: scale rule, backend, precision of the weight gradient.
         state: of this GEMM (`DelayedState(gemms=1, ...)`), for recipe "delayed"; first_expert: where w[0] is in it.
 
@@ -102,14 +104,15 @@ def grouped_mm(
         [M, N] in x's dtype, or autocast's.
 
     Raises:
-        ValueError: shapes that do not belong together, or "delayed" without a state.
+        ValueError: shapes that do not belong together, offs that are no ends of groups of x, or "delayed" without a
+            state.
     """
     if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or offs.shape != w.shape[:1]:
         raise ValueError(
             "grouped_mm takes x [M, K], w [E, K, N] and offs [E]; got "
             f"{tuple(x.shape)}, {tuple(w.shape)} and {tuple(offs.shape)}."
         )
-    x, offs, dtype = x.contiguous(), offs.to(torch.int32), compute_dtype(x)
+    x, offs, dtype = x.contiguous(), group_ends(offs, x), compute_dtype(x)
     if numerics.backend == "emulated":
         return ruled_mm(x, w, offs, numerics, dtype, state, first_expert)
     return _mm(x, w, offs, op_key(numerics, w), dtype)

@@ -14,6 +14,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts
 
 from converters.expert_mlp import expert_mlp
+from converters.group_ends import group_ends, spans
 from converters.numerics import Numerics
 from converters.rules.state import DelayedState
 
@@ -36,9 +37,8 @@ def sequential_mlp(
     first_expert: int = 0,
 ) -> Tensor:
     """`expert_mlp`, one call an expert: the same scales, since a scale never spans two experts."""
-    ends = offs.tolist()
-    sizes = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-    rows = x.split([*sizes, x.shape[0] - ends[-1]])
+    sizes = [end - begin for begin, end in spans(group_ends(offs, x), x.shape[0])]
+    rows = x.split([*sizes, x.shape[0] - sum(sizes)])
     outs = []
     for e, weights in enumerate(zip(w1.split(1), w2.split(1), w3.split(1), strict=True)):
         one = torch.full((1,), sizes[e], dtype=torch.int32, device=x.device)

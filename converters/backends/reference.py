@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from converters.group_ends import spans
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 AMAX_FLOOR = 1e-30  # all-zero rows get a finite scale; a higher floor (1e-12, 1e-4 elsewhere) flushes small gradients
@@ -82,11 +84,6 @@ def groups_of(tables: list[Tensor], M: int) -> Groups:
     return Groups(offs=tables[0])
 
 
-def _spans(offs: Tensor) -> list[tuple[int, int]]:
-    ends = offs.tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, D] -> q [M, D], scale [M]."""
     scale = pow2_scale(x.abs().amax(1))
@@ -135,7 +132,7 @@ def wgrad_operand_hp(x: Tensor, groups: Groups) -> WgradOperand:
 def _columns(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
     q = torch.zeros(x.shape, dtype=FP8, device=x.device)
     scale = x.new_ones((offs.numel(), x.shape[1]), dtype=torch.float32)
-    for e, (begin, end) in enumerate(_spans(offs)):
+    for e, (begin, end) in enumerate(spans(offs, x.shape[0])):
         if begin < end:
             scale[e] = pow2_scale(x[begin:end].abs().amax(0))
             q[begin:end] = cast(x[begin:end], scale[e])
@@ -211,7 +208,7 @@ def _rows_times_weights(
     q: Tensor, scale: Tensor, w_q: Tensor, w_scale: Tensor, offs: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     out = scale.new_zeros((q.shape[0], w_q.shape[1]), dtype=out_dtype)
-    for e, (begin, end) in enumerate(_spans(offs)):
+    for e, (begin, end) in enumerate(spans(offs, q.shape[0])):
         if begin < end:
             acc = q[begin:end].float() @ w_q[e].float().t()
             out[begin:end] = (acc * (scale[begin:end, None] * w_scale[e])).to(out_dtype)
@@ -239,7 +236,7 @@ def gemm_wgrad_hp(a: Tensor, b: Tensor, groups: Groups, out_dtype: torch.dtype) 
 @torch.library.custom_op("titan_moe_fp8::reference_gemm_wgrad", mutates_args=())
 def _rows_contracted(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     out = torch.zeros((offs.numel(), a.shape[1], b.shape[1]), dtype=out_dtype, device=a.device)
-    for e, (begin, end) in enumerate(_spans(offs)):
+    for e, (begin, end) in enumerate(spans(offs, a.shape[0])):
         if begin < end:
             out[e] = (a[begin:end].float().t() @ b[begin:end].float()).to(out_dtype)
     return out

@@ -9,6 +9,7 @@ are multiplied as float32, one group at a time. What is left to do with a produc
 import torch
 from torch import Tensor
 
+from converters.group_ends import spans
 from converters.rules.operand import Operand
 from converters.rules.ragged import Ragged
 
@@ -57,6 +58,5 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def _spans(rows: Ragged, M: int) -> list[slice]:
-    """Of the experts; none if there are no rows, whose ends a GPU would have to be asked for."""
-    ends = rows.offs.tolist() if M else []
-    return [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
+    """Of the experts; none if there are no rows on a GPU, which would have to be asked for their ends."""
+    return [] if rows.offs.is_cuda else [slice(*span) for span in spans(rows.offs, M)]

@@ -11,6 +11,7 @@ from converters import mlp_gradients, scaling, weight_cache
 from converters.backends import reference
 from converters.config import SQNR_FLOOR_DB, Numerics
 from converters.expert_mlp import expert_mlp
+from converters.group_ends import spans
 from tests.converters.torchao_rules import torchao_mlp
 from tests.helpers import GROUPS, NAMES, exact_mlp, fp8_mlp, make_experts, sqnr_db
 
@@ -90,8 +91,8 @@ class Exact:
         return reference.QuantizedWeight(q=w, scale=one, q_t=w.transpose(1, 2).contiguous(), scale_t=one)
 
     def gemm_rows(self, q: Tensor, _: Tensor, w: Tensor, __: Tensor, groups: object, *___: object) -> Tensor:
-        out, spans = q.new_zeros(q.shape[0], w.shape[1]), reference._spans(groups.offs)
-        for e, (begin, end) in enumerate(spans):
+        out = q.new_zeros(q.shape[0], w.shape[1])
+        for e, (begin, end) in enumerate(spans(groups.offs, len(q))):
             out[begin:end] = q[begin:end] @ w[e].t()
         return out
 
@@ -102,7 +103,7 @@ class Exact:
         return self.wgrad_operand(x, x, None)
 
     def gemm_wgrad(self, a: reference.WgradOperand, b: reference.WgradOperand, groups: object, *_: object) -> Tensor:
-        return torch.stack([a.q[i:j].t() @ b.q[i:j] for i, j in reference._spans(groups.offs)])
+        return torch.stack([a.q[i:j].t() @ b.q[i:j] for i, j in spans(groups.offs, len(a.q))])
 
 
 @pytest.mark.parametrize("wgrad", ["fp8", "fp8_columns"])
