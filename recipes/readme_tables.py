@@ -79,8 +79,9 @@ def whole_steps(data: dict) -> str:
         speed, model = r["tokens_per_second_per_gpu"], r["recipe"].split(":")[-1].split("/")[-1]
         ratio = f"{speed / base[r['recipe']]:.2f}x"
         split = [f"{r['split_ms'].get(k, 0):.0f}" for k in SPLIT]
-        rows.append([f"{model} {r['precision']}", f"{speed:,}", ratio, f"{r['peak_gib']:.1f} GiB", *split])
-    head = ["model, precision", "tokens/s", "of BF16", "peak memory", *(f"{k}, ms" for k in SPLIT)]
+        memory, loss = f"{r['peak_gib']:.1f} GiB", f"{r['final_loss']:.3f}"
+        rows.append([f"{model} {r['precision']}", f"{speed:,}", ratio, memory, *split, loss])
+    head = ["model, precision", "tokens/s", "of BF16", "peak memory", *(f"{k}, ms" for k in SPLIT), "last loss"]
     return _table(head, rows) + "\n\n" + _conditions(data["environment"])
 
 
