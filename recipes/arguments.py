@@ -4,6 +4,9 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, get_args
+
+MADE_HERE = Path("outputs")  # git ignores it, and every run writes there: what lies in it is made without a question
 
 
 def number(noun: str, remedy: str, *, least: float = -math.inf, above: float = -math.inf) -> Callable[[str], float]:
@@ -39,8 +42,21 @@ def count(problem: str, *, least: int = 1) -> Callable[[str], int]:
     return parse
 
 
+def one_of(option: Any) -> Callable[[str], str]:
+    """A value of a typing.Literal, an option of a recipe's."""
+
+    def parse(text: str) -> str:
+        if text not in get_args(option):
+            raise argparse.ArgumentTypeError(f"{text} is unknown: choose one of {', '.join(get_args(option))}")
+        return text
+
+    return parse
+
+
 def out_file(text: str) -> Path:
-    """A file to be written. Refused before anything is trained or measured: a folder, or a path through a file."""
+    """A file to be written. Refused before anything is trained or measured: a folder, a path through a file, or a
+    folder that is not there (a misspelt one would get the results of hours).
+    """
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder: give the name of a file in it")
@@ -49,7 +65,7 @@ def out_file(text: str) -> Path:
 
 
 def out_folder(text: str) -> Path:
-    """A folder that may not be there yet."""
+    """A folder that may not be there yet, in one that is."""
     path = Path(text)
     if path.exists() and not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a file: give a folder")
@@ -61,3 +77,5 @@ def _check_parents(path: Path) -> None:
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir():
         raise argparse.ArgumentTypeError(f"{path} cannot be made, since {above} is a file: give another path")
+    if above != path.absolute().parent and MADE_HERE.absolute() not in path.absolute().parents:
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent} for {path.name}: make it, or mend its name")

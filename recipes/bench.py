@@ -24,8 +24,9 @@ from torch import Tensor
 from converters import weight_cache
 from converters.capability import resolve
 from converters.config import FP8GroupedExpertsConfig, Numerics
+from converters.numerics import Accumulate, Wgrad
 from recipes import bench_e2e
-from recipes.arguments import SECONDS, count, out_file
+from recipes.arguments import SECONDS, count, one_of, out_file
 from recipes.bench_cases import (
     CASES,
     TINY,
@@ -132,15 +133,19 @@ def _measure_all(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ", ".join(c.name for c in CASES)
-    parser.add_argument("--cases", default=None, help=f"comma separated, of {names}; default: all, on a CPU none")
+    parser.add_argument(
+        "--cases", default=None, help=f"comma separated, of {names}; default: all; without a GPU one tiny shape"
+    )
     parser.add_argument("--shape", action="append", default=[], help="M,D,H,E of one more case; may be repeated")
     parser.add_argument("--parts", action="store_true", help="also the time of each part")
     parser.add_argument("--sizes", action="store_true", help="many sizes, for the table of what is too small")
     parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="turns of all variants")
     parser.add_argument("--seconds", type=SECONDS, default=0.2, help="of each variant in each round; not with --sizes")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and group sizes")
-    parser.add_argument("--wgrad", default="fp8", help="see fp8.grouped_experts.wgrad")
-    parser.add_argument("--accumulate", default="fast", help="see fp8.grouped_experts.accumulate")
+    parser.add_argument("--wgrad", type=one_of(Wgrad), default="fp8", help="see fp8.grouped_experts.wgrad")
+    parser.add_argument(
+        "--accumulate", type=one_of(Accumulate), default="fast", help="see fp8.grouped_experts.accumulate"
+    )
     parser.add_argument("--e2e", action="store_true", help="whole training steps: the arguments of recipes.bench_e2e")
     parser.add_argument("--out", "--json", type=out_file, default=None, help="also write the results to this JSON file")
     return parser

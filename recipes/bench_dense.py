@@ -29,8 +29,9 @@ from converters import weight_cache
 from converters.capability import resolve
 from converters.dense_config import FP8DenseConfig
 from converters.fp8_dense import convert_dense
+from converters.numerics import Accumulate
 from parallel.wrapped_weight import plain
-from recipes.arguments import SECONDS, count, out_file
+from recipes.arguments import SECONDS, count, one_of, out_file
 from recipes.timing import device_ms, elapsed_ms, environment, in_turn, medians
 
 MS = ("bf16", "torchao", "cold", "warm")
@@ -174,7 +175,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sizes", action="store_true", help="many sizes, for the table of what is too small")
     parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="turns of all variants")
     parser.add_argument("--seconds", type=SECONDS, default=0.1, help="of each variant in each round; not with --sizes")
-    parser.add_argument("--accumulate", default=FP8DenseConfig.accumulate, help="see fp8.dense.accumulate")
+    how = {"type": one_of(Accumulate), "default": FP8DenseConfig.accumulate}
+    parser.add_argument("--accumulate", **how, help="see fp8.dense.accumulate")
     parser.add_argument("--out", type=out_file, default=None, help="also write the results to this JSON file")
     command = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(command)
@@ -182,10 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.sizes and device.type != "cuda":
         parser.error("--sizes is for a GPU, and there is none: leave it out to run the tiny shapes of a CPU.")
     cases = (SIZES if args.sizes else SCOUT) if device.type == "cuda" else TINY
-    try:
-        config = FP8DenseConfig(accumulate=args.accumulate)
-    except ValueError as error:
-        parser.error(str(error))
+    config = FP8DenseConfig(accumulate=args.accumulate)
     numerics = resolve(config)
     command = ["python -m recipes.bench_dense", *command]
     data = {"environment": environment(device, numerics, command), "cases": []}

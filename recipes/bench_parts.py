@@ -77,7 +77,7 @@ class _Clock:
 
 
 def parts(case: Case, i: Inputs, numerics: Any, steps: int = 12) -> dict[str, dict[str, float]]:
-    """ms of each part, median of `steps`, and TFLOP/s of the GEMMs."""
+    """ms of each part, median of `steps`, and TFLOP/s of the GEMMs; "together", their sum."""
     backend = get_backend(numerics.backend)
     weights = quantize([i.w1, i.w3], numerics), quantize([i.w2], numerics)
     for _ in range(2):
@@ -94,4 +94,4 @@ def parts(case: Case, i: Inputs, numerics: Any, steps: int = 12) -> dict[str, di
         ms = median(r[name] for r in runs)
         flops = GEMMS.get(name, 0) * 2 * case.M * case.D * case.H
         out[name] = {"ms": round(ms, 4)} | ({"tflops": float(f"{flops / ms / 1e9:.4g}")} if flops else {})
-    return out
+    return out | {"together": {"ms": round(sum(part["ms"] for part in out.values()), 4)}}

@@ -72,7 +72,5 @@ def show_parts(row: dict[str, Any], environment: dict[str, Any], console: Consol
     for name, part in row["parts"].items():
         tflops = part.get("tflops")
         rate = [f"{tflops:.0f}", _share(tflops, environment)] if tflops else ["", ""]
-        table.add_row(name, f"{part['ms']:.3f}", *rate)
-    total = sum(p["ms"] for p in row["parts"].values())
-    table.add_row("together", f"{total:.3f}", "", "", style="bold")
+        table.add_row(name, f"{part['ms']:.3f}", *rate, style="bold" if name == "together" else None)
     console.print(table)

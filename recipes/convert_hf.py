@@ -18,6 +18,7 @@ import torch
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
+from recipes.arguments import number, out_folder
 from recipes.models.hf.adapter import HFAdapter
 from recipes.models.hf.convert import from_hf, to_hf
 from recipes.register import SPECS
@@ -105,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name)
         if source:
             command.add_argument("source", type=Path, metavar=source)
-        command.add_argument("out", type=Path, help="folder to write, made if missing")
+        command.add_argument("out", type=out_folder, help="folder to write, made if missing")
         command.add_argument("--model", required=True, help=f"one of {', '.join(SPECS)}")
         command.add_argument("--flavor", required=True, help="a flavor of the model, as in a recipe's model.flavor")
         if source:
@@ -113,7 +114,8 @@ def _parser() -> argparse.ArgumentParser:
         if name != "from-hf":
             command.add_argument("--assets", type=Path, help="folder with the tokenizer and the original config.json")
         if name == "to-hf":
-            command.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a file (default %(default)s)")
+            size = number("size of a file", "a number of GB above 0", above=0)
+            command.add_argument("--max-shard-gb", type=size, default=5.0, help="of a file (default %(default)s)")
             command.add_argument("--layout", choices=("hub", "fused"), default="hub", help="Mixtral: fused experts?")
     return parser
 

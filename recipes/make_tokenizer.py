@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from recipes.arguments import count, out_folder
 from recipes.datasets import load_split
 from recipes.job_config import DataConfig
 
@@ -55,12 +56,15 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def main() -> None:
-    """Command line: trains on the running interpreter's documentation and writes the two files."""
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line `argv` (sys.argv when None): trains on the running interpreter's documentation and writes
+    the two files.
+    """
     parser = argparse.ArgumentParser(prog="python -m recipes.make_tokenizer", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder to write, made if missing")
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="tokens in all (default %(default)s)")
-    args = parser.parse_args()
+    parser.add_argument("--out", type=out_folder, required=True, help="folder to write, made if missing")
+    size = count("cannot hold 256 bytes and 2 special tokens", least=258)
+    parser.add_argument("--vocab-size", type=size, default=VOCAB_SIZE, help="tokens in all (default %(default)s)")
+    args = parser.parse_args(argv)
     docs = load_split(sysconfig.get_path("stdlib"), name="python_docs", split="train", config=DataConfig(), ranks=1)
     tokenizer = train_tokenizer(docs["text"], args.vocab_size)
     save_tokenizer(tokenizer, args.out)

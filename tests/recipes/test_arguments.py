@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from recipes import compare, compare_outputs, diagnose, parity, sqnr
+from recipes import bench_e2e, compare, compare_outputs, convert_hf, diagnose, make_tokenizer, parity, sqnr
+from recipes.arguments import out_file, out_folder
 from recipes.issue1152 import __main__ as issue1152
 from recipes.issue1152.arms import reason
 from recipes.runs import TAGS
@@ -19,18 +20,42 @@ REFUSED = [
     (compare.main, ("a", "b", "--html", "{folder}"), "{folder} is a folder: give the name of a file in it"),
     (compare.main, ("a", "b", "--png", "{file}/x.png"), "{file}/x.png cannot be made, since {file} is a file"),
     (compare.main, ("a", "b", "--out", "{file}"), "{file} is a file: give a folder"),
+    (
+        compare.main,
+        ("a", "b", "--out", "{folder}/x/y"),
+        "there is no folder {folder}/x for y: make it, or mend its name",
+    ),
+    (compare.main, ("a", "b", "--html", "{folder}/x/y.html"), "there is no folder {folder}/x for y.html: make it, or"),
+    (compare.main, ("a", "b", "--png", "{folder}/x/y.png"), "there is no folder {folder}/x for y.png: make it, or"),
     (diagnose.main, ("a", "--top", "0"), "0 is no number of modules: give a whole number, 1 or more"),
     (parity.main, ("--jobs", "0"), "0 is no number of runs: give a whole number, 1 or more"),
     (parity.main, ("--budget", "nan"), "nan is no budget: give a number of seconds above 0"),
     (parity.main, ("--out", "{folder}"), "{folder} is a folder"),
+    (parity.main, ("--out", "{folder}/x/y.json"), "there is no folder {folder}/x for y.json: make it, or mend"),
+    (parity.main, ("--folder", "{folder}/x/y"), "there is no folder {folder}/x for y: make it, or mend"),
+    (bench_e2e.main, ("--out", "{folder}/x/y.json"), "there is no folder {folder}/x for y.json: make it, or mend"),
     (sqnr.main, (*SQNR, "--floor", "nan"), "nan is no floor: give a finite number of dB"),
     (sqnr.main, (*SQNR, "--rows", "0"), "0 is no number of rows: give a whole number, 1 or more"),
     (sqnr.main, (*SQNR, "--warmup", "-1"), "-1 is no number of steps: give a whole number, 0 or more"),
     (sqnr.main, (*SQNR, "--out", "{folder}"), "{folder} is a folder"),
+    (sqnr.main, (*SQNR, "--out", "{folder}/x/y.json"), "there is no folder {folder}/x for y.json: make it, or mend"),
     (issue1152.main, ("--steps", "0"), "0 is no number of steps: give a whole number, 1 or more"),
     (issue1152.main, ("--jobs", "0"), "0 is no number of arms: give a whole number, 1 or more"),
     (issue1152.main, ("--lr", "nan"), "nan is no learning rate: give a number above 0"),
     (issue1152.main, ("--out", "{file}"), "{file} is a file: give a folder"),
+    (issue1152.main, ("--out", "{folder}/x/y"), "there is no folder {folder}/x for y: make it, or mend"),
+    (make_tokenizer.main, ("--out", "{file}"), "{file} is a file: give a folder"),
+    (make_tokenizer.main, ("--out", "{folder}", "--vocab-size", "99"), "99 cannot hold 256 bytes and 2 special tokens"),
+    (
+        convert_hf.main,
+        ("from-hf", "x", "{folder}/x/y"),
+        "there is no folder {folder}/x for y: make it, or mend its name",
+    ),
+    (
+        convert_hf.main,
+        ("to-hf", "x", "y", "--max-shard-gb", "0"),
+        "0 is no size of a file: give a number of GB",
+    ),
 ]
 
 
@@ -42,6 +67,13 @@ def test_a_wrong_argument_is_refused_with_its_value_and_a_remedy(main, arguments
         main([text.format(folder=tmp_path, file=file) for text in arguments])
     assert message.format(folder=tmp_path, file=file) in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_lies_in_outputs_needs_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in ("outputs/a/b/c", str(tmp_path / "outputs" / "a" / "b"), "new"):
+        assert out_file(text) == out_folder(text) == Path(text)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_table_that_is_not_there_is_not_put_into_a_readme(tmp_path, capsys) -> None:

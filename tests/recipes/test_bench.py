@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def test_tiny_run_writes_what_the_readme_table_reads(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    file = tmp_path / "results" / "bench.json"
+    file = tmp_path / "bench.json"
     assert main(["--shape", "48,32,64,3", "--rounds", "1", "--seconds", "0", "--parts", "--json", str(file)]) == 0
     data = json.loads(file.read_text())
     assert {"date", "gpu", "versions", "command"} <= data["environment"].keys()
@@ -33,6 +33,8 @@ def test_tiny_run_writes_what_the_readme_table_reads(tmp_path: Path, capsys: pyt
     assert {"torchao_ms", "bf16_peak_bytes", "fp8_peak_bytes", "torchao_sqnr_db"} <= case.keys()
     assert all(case["sqnr_db"][k] > 20 for k in ("out", "dx", "dw13", "dw2"))
     assert case["parts"]["dW13"]["tflops"] > 0
+    *each, together = (part["ms"] for part in case["parts"].values())
+    assert case["parts"]["together"]["ms"] == together == pytest.approx(sum(each))
     printed = capsys.readouterr().out
     assert "48,32,64,3" in printed
     assert "columns of dy, x" in printed
@@ -52,6 +54,8 @@ def test_without_a_gpu_only_the_tiny_case_runs_by_itself() -> None:
         (["--rounds", "0"], "--rounds: 0 is no number of rounds: give a whole number, 1 or more"),
         (["--seconds", "-1"], "--seconds: -1 is no number of seconds: give 0 or more"),
         (["--out", "recipes"], "recipes is a folder: give the name of a file in it"),
+        (["--out", "asets/b.json"], "there is no folder asets for b.json: make it, or mend its name"),
+        (["--accumulate", "nope"], "--accumulate: nope is unknown: choose one of fast, precise_wgrad, precise"),
     ],
     ids=str,
 )
@@ -118,6 +122,15 @@ def test_one_compilation_serves_all_rows_and_experts() -> None:
         inputs = make_inputs(case, CPU, seed=0)
         assert min(sqnr_db(results(bf16(inputs), inputs.g), results(bf16(inputs, run), inputs.g)).values()) > 100
     assert counter.frame_count == 1
+
+
+def test_help_and_flags_of_numerics(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--wgrad", "nope"])
+    assert "--wgrad: nope is unknown: choose one of fp8, fp8_columns, bf16" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "default: all; without a GPU one tiny shape" in " ".join(capsys.readouterr().out.split())
 
 
 def test_unknown_case_and_bad_shape_are_refused(capsys: pytest.CaptureFixture) -> None:

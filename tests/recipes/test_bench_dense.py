@@ -154,4 +154,4 @@ def test_the_shipped_table_if_there_is_one() -> None:
 def test_an_unknown_accumulate_is_refused(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit, match="2"):
         bench_dense.main(["--accumulate", "exact"])
-    assert "accumulate = 'exact' is unknown: choose one of 'fast', 'precise_wgrad'" in capsys.readouterr().err
+    assert "--accumulate: exact is unknown: choose one of fast, precise_wgrad, precise" in capsys.readouterr().err

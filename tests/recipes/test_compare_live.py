@@ -120,7 +120,7 @@ def test_watching_ends_when_the_runs_have_ended(tmp_path, monkeypatch, capsys):
             add_results(fp8, {"steps": 100})
 
     monkeypatch.setattr("recipes.compare.time.sleep", train_on)
-    page = tmp_path / "page" / "index.html"
+    page = tmp_path / "index.html"
     assert compare(bf16, fp8, "--watch", 5, "--html", page) == 0  # at first there is no such run
     assert pauses == [5.0, 5.0]
     out, err = capsys.readouterr()

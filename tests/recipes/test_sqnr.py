@@ -187,7 +187,7 @@ def test_twin_keeps_what_is_not_fp8() -> None:
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, recipe = tmp_path / "a" / "sqnr.json", str(ROOT / "recipes" / "mixtral_bf16.toml")
+    out, recipe = tmp_path / "sqnr.json", str(ROOT / "recipes" / "mixtral_bf16.toml")
     converted = [recipe, "--converters", "fp8.grouped_experts", *SMALL, "--out", str(out)]
     assert main([*converted, "--floor", "20", "--rows", "3"]) == 0
     assert "worst first (3 of" in capsys.readouterr().out
