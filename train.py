@@ -22,13 +22,21 @@ def with_config_module(args: list[str]) -> list[str]:
         return args
     if "--job.config-file" in names:
         at = names.index("--job.config-file")
-        path = args[at].split("=", 1)[1] if "=" in args[at] else args[at + 1]
+        path = args[at].split("=", 1)[1] if "=" in args[at] else "".join(args[at + 1 : at + 2])
         if not os.path.isfile(path):
             sys.exit(f"There is no recipe {path}. Recipes here: {', '.join(sorted(glob.glob('recipes/*.toml')))}")
-        with open(path, "rb") as f:
-            if tomli.load(f).get("job", {}).get("custom_config_module"):
-                return args
+        if _names_module(path):
+            return args
     return [*args, f"--job.custom_config_module={CONFIG_MODULE}"]
+
+
+def _names_module(path: str) -> bool:
+    with open(path, "rb") as f:
+        try:
+            job = tomli.load(f).get("job")
+        except ValueError:  # recipe_file.py says what is wrong with it
+            return False
+    return isinstance(job, dict) and bool(job.get("custom_config_module"))
 
 
 def main() -> None:
@@ -47,10 +55,12 @@ def main() -> None:
     from torchtitan.train import main as train
 
     import recipes.register  # noqa: F401  (importing registers)
+    from recipes.recipe_file import check_arguments
     from recipes.trainer import Trainer
     from recipes.user_errors import sentence_of, speaks, tell_torchrun
 
     try:
+        check_arguments(sys.argv[1:])
         train(Trainer)
     except Exception as error:
         if (sentence := sentence_of(error)) is None:

@@ -6,7 +6,6 @@ when its FP8 converters are taken away: autocast to `training.mixed_precision_pa
 """
 
 import copy
-import tomllib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from torchtitan.tools import utils
 import recipes.register  # noqa: F401  (importing registers)
 from parallel.loss import tokens_per_step
 from recipes.models.mixtral.balance import balanced_moes
+from recipes.recipe_file import check_arguments, read_recipe
 
 CONFIG_MODULE = "recipes.job_config"
 FP8, SEQUENTIAL = "fp8.", "experts.sequential"
@@ -68,11 +68,11 @@ def read_config(recipe: str, overrides: list[str]) -> JobConfig:
     Raises:
         ValueError: no such file, or values that a section refuses.
     """
-    if not Path(recipe).is_file():
-        raise ValueError(f"There is no recipe {recipe}: give the path of a TOML file, recipes/llama4_fp8.toml say.")
-    job = tomllib.loads(Path(recipe).read_text(encoding="utf-8")).get("job", {})
-    module = [] if job.get("custom_config_module") else [f"--job.custom_config_module={CONFIG_MODULE}"]
-    return ConfigManager().parse_args([f"--job.config_file={recipe}", *module, *overrides])
+    job = read_recipe(recipe).get("job")
+    named = isinstance(job, dict) and job.get("custom_config_module")
+    args = [f"--job.config_file={recipe}", *([] if named else [f"--job.custom_config_module={CONFIG_MODULE}"])]
+    check_arguments([*args, *overrides])
+    return ConfigManager().parse_args([*args, *overrides])
 
 
 def twin_converters(config: JobConfig) -> list[str]:
