@@ -33,10 +33,26 @@ def bench(data: dict) -> str:
         name, best = f"{c['case']} {c['M']} x {c['D']} x {c['H']}, {c['E']} experts", c["bf16_ms"]
         upstream = f"{best / c['torchao_ms']:.2f}x" if c.get("torchao_ms") else "fails"
         speed = [f"{best / c[k]:.2f}x" for k in ("cold_ms", "warm_ms")]
-        memory = f"{c['fp8_peak_bytes'] / c['bf16_peak_bytes']:.3f}x"
-        rows.append([name, f"{best:.2f} ms", upstream, *map(_bold, speed), memory])
-    head = ["forward + backward", "BF16", "torchao FP8", "ours, cold", "ours, warm", "peak memory"]
+        memory = [f"{c[k] / c['bf16_peak_bytes']:.3f}x" for k in ("fp8_peak_bytes", "fp8_warm_peak_bytes")]
+        rows.append([name, f"{best:.2f} ms", upstream, *map(_bold, speed), *memory])
+    head = ["forward + backward", "BF16", "torchao FP8", "ours, cold", "ours, warm", "memory, cold", "memory, warm"]
     return _table(head, rows) + "\n\n" + _conditions(data["environment"])
+
+
+def _cold_warm(case: dict) -> str:
+    return " / ".join(f"{case['bf16_ms'] / case[k]:.2f}x" for k in ("cold_ms", "warm_ms"))
+
+
+def sizes(data: dict) -> str:
+    """Experts of many sizes: one row a weight's size, one column a number of rows; 32 experts."""
+    cases = [c for c in data["cases"] if c["E"] == 32]
+    each = sorted({c["M"] // c["E"] for c in cases})
+    table = []
+    for D, H in dict.fromkeys((c["D"], c["H"]) for c in cases):
+        of = {c["M"] // c["E"]: c for c in cases if (c["D"], c["H"]) == (D, H)}
+        table.append([f"{D} x {H}", *(_cold_warm(of[n]) if n in of else "" for n in each)])
+    head = ["dim x hidden", *(f"{n:,} rows each" for n in each)]
+    return _table(head, table) + "\n\n" + _conditions(data["environment"])
 
 
 def dense(data: dict) -> str:
@@ -111,9 +127,9 @@ def _parity_row(name: str, runs: list[dict], held: dict | None) -> list[str]:
 
 TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {
     "bench": ("bench_h200.json", bench),
+    "sizes": ("experts_h200.json", sizes),
     "dense": ("dense_scout_h200.json", dense),
     "steps": ("e2e_h200.json", whole_steps),
-    "steps_mixtral": ("e2e_mixtral_h200.json", whole_steps),
     "e2e": ("e2e_h200x2.json", e2e),
     "parity": ("parity_h200.json", parity),
 }
