@@ -89,16 +89,25 @@ SPLIT = ("gemm", "quantize", "attention", "optimizer", "other")
 
 def whole_steps(data: dict) -> str:
     """Steps on one GPU and where their time goes: one row a run."""
-    base = {r["recipe"]: r["tokens_per_second_per_gpu"] for r in data["runs"] if r["precision"] == "bf16"}
+    base = {r["recipe"]: r for r in data["runs"] if r["precision"] == "bf16"}
     rows = []
     for r in data["runs"]:
-        speed, model = r["tokens_per_second_per_gpu"], r["recipe"].split(":")[-1].split("/")[-1]
-        ratio = f"{speed / base[r['recipe']]:.2f}x"
+        speed, model, twin = (
+            r["tokens_per_second_per_gpu"],
+            r["recipe"].split(":")[-1].split("/")[-1],
+            base[r["recipe"]],
+        )
+        ratio = f"{speed / twin['tokens_per_second_per_gpu']:.2f}x"
+        rest = f"{_without_optimizer(twin) / _without_optimizer(r):.2f}x"
         split = [f"{r['split_ms'].get(k, 0):.0f}" for k in SPLIT]
         memory, loss = f"{r['peak_gib']:.1f} GiB", f"{r['final_loss']:.3f}"
-        rows.append([f"{model} {r['precision']}", f"{speed:,}", ratio, memory, *split, loss])
-    head = ["model, precision", "tokens/s", "of BF16", "peak memory", *(f"{k}, ms" for k in SPLIT), "last loss"]
-    return _table(head, rows) + "\n\n" + _conditions(data["environment"])
+        rows.append([f"{model} {r['precision']}", f"{speed:,}", ratio, rest, memory, *split, loss])
+    head = ["model, precision", "tokens/s", "of BF16", "without optimizer", "peak memory", *(f"{k}, ms" for k in SPLIT)]
+    return _table([*head, "last loss"], rows) + "\n\n" + _conditions(data["environment"])
+
+
+def _without_optimizer(run: dict) -> float:
+    return sum(run["split_ms"].get(k, 0) for k in SPLIT if k != "optimizer")
 
 
 def parity(data: dict) -> str:
