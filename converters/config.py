@@ -69,9 +69,10 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
 
     accumulate: Accumulate = "fast"
     """
-    How a GPU keeps sums. fast: in the tensor core, about 14 bits, over the whole contraction. precise: promoted to
-    float32 every 128 elements. precise_wgrad: precise for weight gradients alone. These sum over tokens, and where
-    thousands of products have one sign, what falls off makes the sum too small.
+    How the hopper backend keeps sums of FP8 products (the others always in float32). fast: in the tensor core, about 14
+    bits, over the whole contraction. precise: promoted to float32 every 128 elements. precise_wgrad: precise for weight
+    gradients alone. These sum over tokens, and where thousands of products have one sign, what falls off makes the sum
+    too small. With wgrad = "bf16" weight gradients are no FP8 products: precise is of the other GEMMs.
     """
 
     grad_dtype: GradDtype = "auto"
@@ -110,6 +111,11 @@ class FP8GroupedExpertsConfig(AOBaseConfig):
         check_whole(section, self, ("skip_first_layers", "skip_last_layers"), " of layers, 0 or more")
         check_switches(section, self)
         check_patterns(section, self, ("fqns",))
+        if self.wgrad == "bf16" and self.accumulate == "precise_wgrad":
+            raise ValueError(
+                f"[{section}] accumulate = 'precise_wgrad' does nothing with wgrad = 'bf16', whose sums are float32 "
+                "anyway: leave accumulate out, or set 'precise' for the other GEMMs."
+            )
         if self.ep_fp8_dispatch == "on" and (self.recipe, self.wgrad) != ("tokenwise", "fp8"):
             raise ValueError(
                 f"[{section}] ep_fp8_dispatch = 'on' needs recipe = 'tokenwise' and wgrad = 'fp8', since rows arrive "

@@ -49,6 +49,8 @@ def _title(report: ConversionReport, kept: Mapping[str, Kept]) -> Text:
 
 def _settings(n: Numerics) -> str:
     sums = "" if n.backend == "hopper" else f" (the {n.backend} backend sums in float32)"
+    if n.backend == "hopper" and n.wgrad == "bf16" and n.accumulate == "precise_wgrad":  # the default of linear layers
+        sums = " (as fast: sums of BF16 products are float32)"
     return f"wgrad = {n.wgrad}, cache = {str(n.cache).lower()}, accumulate = {n.accumulate}{sums}"
 
 

@@ -9,6 +9,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.manager import ConfigManager
 
 from converters.config import FP8Config, FP8GroupedExpertsConfig, Numerics
+from converters.dense_config import FP8DenseConfig
 
 MODULE = "--job.custom_config_module=recipes.job_config"
 
@@ -54,6 +55,10 @@ def test_wrong_value_is_refused_in_one_sentence(name: str, value: object, rule: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            {"wgrad": "bf16", "accumulate": "precise_wgrad"},
+            "accumulate = 'precise_wgrad' does nothing with wgrad = 'bf16'.*or set 'precise' for the other GEMMs",
+        ),
         (
             {"recipe": "rowwise", "backend": "hopper"},
             "recipe = 'rowwise' has no hopper backend: .*backend = 'reference'",
@@ -178,7 +183,7 @@ def test_docs_become_help(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
         "hopper: Triton kernels for tokenwise on sm90. reference: tokenwise and rowwise in plain torch",
         "Leave the experts of the first N transformer layers in BF16",
         "Operands of the weight gradient",
-        "How a GPU keeps sums. fast: in the tensor core, about 14 bits",
+        "How the hopper backend keeps sums of FP8 products",
         "Experts that are too small, or will get too few rows at a time, for FP8 to be faster",
         "Quantize a weight once per optimizer step",
     ):
@@ -210,3 +215,10 @@ def test_short_form_of_numerics_says_what_differs_from_the_default() -> None:
     assert str(Numerics()) == "tokenwise, reference"
     numerics = Numerics(recipe="rowwise", backend="hopper", wgrad="bf16", accumulate="precise")
     assert str(numerics) == "rowwise, hopper, wgrad=bf16, precise"
+
+
+def test_what_accumulate_does_beside_a_weight_gradient_in_bf16() -> None:
+    """'precise' still is of the other GEMMs; the default of fp8.dense is no wish of the user's."""
+    for accumulate in ("fast", "precise"):
+        assert FP8GroupedExpertsConfig(wgrad="bf16", accumulate=accumulate).accumulate == accumulate
+    assert FP8DenseConfig(wgrad="bf16").accumulate == "precise_wgrad"

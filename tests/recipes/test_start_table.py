@@ -1,5 +1,7 @@
 """What a run says before its first step: what was converted, how, and what the FP8 copies take on this rank."""
 
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 from torch import nn
@@ -118,3 +120,6 @@ def test_on_a_gpu_sums_are_what_was_asked_for() -> None:
     asked = Numerics(backend="hopper", wgrad="fp8_columns", accumulate="precise_wgrad")
     report = ConversionReport("fp8.dense", "tokenwise", "hopper", (), (), numerics=asked)
     assert "wgrad = fp8_columns, cache = true, accumulate = precise_wgrad" in lines(model(report))
+    report = replace(report, numerics=replace(asked, wgrad="bf16"))
+    sums = "(as fast: sums of BF16 products are float32)"
+    assert f"wgrad = bf16, cache = true, accumulate = precise_wgrad {sums}" in lines(model(report))
