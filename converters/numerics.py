@@ -6,6 +6,8 @@ import functools
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from converters.fingerprint import CODE
+
 Recipe = Literal["tokenwise", "rowwise", "tensorwise", "blockwise", "delayed"]
 Backend = Literal["auto", "reference", "hopper", "emulated"]
 Wgrad = Literal["fp8", "fp8_columns", "bf16"]
@@ -28,8 +30,9 @@ class Numerics:
     fp8_all_gather: FSDP2 gathers the weight in FP8.
     used_once: one forward and one backward are all that use it between two optimizer steps; what was quantized from it
     is dropped on the way.
-    key: all of it as one string, since ops take no dataclasses; `Numerics.parse` is the inverse. temporary_key: that of
-    the same, but temporary. Made once: an op asks for one at each call.
+    key: all of it as one string, since ops take no dataclasses, and which code this is (fingerprint.py);
+    `Numerics.parse` is the inverse. temporary_key: that of the same, but temporary. Made once: an op asks for one at
+    each call. The key is in the repr for torch.compile's cache, which knows a weight by that.
     """
 
     recipe: Recipe = "tokenwise"
@@ -41,7 +44,7 @@ class Numerics:
     fp8_all_gather: bool = False
     used_once: bool = False
     grad_dtype: GradDtype = "auto"
-    key: str = field(init=False, repr=False, compare=False)
+    key: str = field(init=False, compare=False)
     temporary_key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -52,13 +55,13 @@ class Numerics:
             )
         for name, temporary in (("key", self.temporary), ("temporary_key", True)):
             values = (temporary if n == "temporary" else getattr(self, n) for n in INIT_FIELDS)
-            object.__setattr__(self, name, "/".join(map(str, values)))
+            object.__setattr__(self, name, "/".join([*map(str, values), CODE]))
 
     @staticmethod
     @functools.cache
     def parse(key: str) -> "Numerics":
         """The numerics whose `key` this is."""
-        values = ({"True": True, "False": False}.get(v, v) for v in key.split("/"))
+        values = ({"True": True, "False": False}.get(v, v) for v in key.split("/")[:-1])
         return Numerics(**dict(zip(INIT_FIELDS, values, strict=True)))
 
     @property

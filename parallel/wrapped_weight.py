@@ -13,6 +13,7 @@ How the type of one expert weight changes, outermost first:
     state_dict     DTensor(plain) or plain: checkpoint.py
 """
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -108,6 +109,17 @@ class WrappedWeight(Tensor):
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], meta: dict[str, Any], size: Any, stride: Any) -> Self:
         return cls(inner["_data"], meta["context"])
+
+    def _stable_hash_for_caching(self) -> str:
+        """What torch.compile's cache on disk knows this weight by, the same in every process: all that a graph can
+        depend on (a product with it is one node until it is compiled), no values. Without this torch warns, and pickles
+        the context.
+        """
+        inner, _ = self.__tensor_flatten__()
+        tensors = [(name, getattr(self, name)) for name in inner]
+        laid_out = [(n, *map(str, (t.dtype, t.device, t.shape, t.stride(), t.storage_offset()))) for n, t in tensors]
+        known = (type(self).__qualname__, repr(self._context), str(self.dtype), self.requires_grad, laid_out)
+        return hashlib.sha256(repr(known).encode()).hexdigest()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"{type(self).__name__}({self._context}, {self._data!r})"
