@@ -3,8 +3,8 @@
 torchtitan 0.2.2 keeps batches on the host and copies them with a plain `.to(device)` as a step begins: the tokens, the
 labels, and the count of labels that it has just made of them. Each waits until the GPU has done all the steps before,
 which then has nothing to do until the host has launched the next kernels: 2.1 ms a step (172 ms) on an H200. The copies
-are asked for in the middle of torchtitan's train_step, so it is the tensors that do them in another way. (With several
-data-parallel ranks torchtitan waits a moment later all the same: it reads the count of all ranks.)
+are asked for in the middle of torchtitan's train_step, so it is the tensors that do them in another way. What several
+data-parallel ranks wait for a moment later is in token_count.py.
 """
 
 from collections.abc import Callable, Iterator

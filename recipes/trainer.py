@@ -1,5 +1,5 @@
-"""torchtitan's trainer; it refuses unknown converters at once, does not wait for its batches (batches.py), and a polite
-kill (SIGTERM) ends it with a checkpoint.
+"""torchtitan's trainer; it refuses unknown converters at once, waits neither for its batches (batches.py) nor for the
+number of their tokens (token_count.py), and a polite kill (SIGTERM) ends it with a checkpoint.
 
 Clusters send SIGTERM before they take a machine away, and recipes/parity.py sends it at the end of its budget; the same
 command then goes on from that step. torchtitan 0.2.2 saves at fixed intervals only.
@@ -19,6 +19,7 @@ from converters.unread_sections import check_sections
 from recipes.batches import Batch, host_batches
 from recipes.loader import Loader
 from recipes.resuming import check_resumable
+from recipes.token_count import first_sum_on_device
 
 
 class Trainer(TorchTitanTrainer):
@@ -63,6 +64,11 @@ class Trainer(TorchTitanTrainer):
             self.checkpointer.save(self.step)
         logger.info(f"Stopped by SIGTERM after step {self.step}: the same command goes on from there.")
         return False
+
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        """torchtitan's step; the tokens of all ranks are counted on the device."""
+        with first_sum_on_device(self.parallel_dims.dp_enabled):
+            super().train_step(data_iterator)
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """torchtitan's batches, on the host; on their way to a GPU nobody waits for them."""
