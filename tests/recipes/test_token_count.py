@@ -28,7 +28,7 @@ def begin_step(dp_enabled: bool, masked: int) -> Tensor:
 
     def forward_backward_step(**given: object) -> Tensor:
         seen.append(given["global_valid_tokens"])
-        raise Begun
+        raise Begun("forward")
 
     labels = torch.zeros(2, 16, dtype=torch.int64)
     labels[:, :masked] = IGNORE_INDEX
@@ -42,7 +42,7 @@ def begin_step(dp_enabled: bool, masked: int) -> Tensor:
         forward_backward_step=forward_backward_step,
     )
     reads = mock.patch.object(Tensor, "item", side_effect=AssertionError("the host waits"))
-    with pytest.raises(Begun), first_sum_on_device(dp_enabled), reads:
+    with pytest.raises(Begun, match="forward"), first_sum_on_device(dp_enabled), reads:
         TorchTitanTrainer.train_step(trainer, iter([({"input": labels}, labels)]))
     return seen[0]
 
