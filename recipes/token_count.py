@@ -1,8 +1,8 @@
 """The tokens of a step, summed over the data-parallel ranks while the host goes on.
 
 torchtitan 0.2.2 divides each loss by the labels of all ranks, and reads their sum to the host before it launches the
-forward pass. So the host waits until the GPU has done the step before, and the GPU then for the next kernels: 2.1 ms a step
-of 172 ms for the like wait on one H200 (batches.py). The sum can stay on the device: a tensor divides a loss as well as a
+forward pass. So the host waits until the GPU has done the step before, and then the GPU for the host: 2.1 ms a step of
+172 ms for the like wait on one H200 (batches.py). The sum can stay on the device: a tensor divides a loss as well as a
 number does, to the same bits below 2**24 tokens a step.
 """
 
