@@ -4,6 +4,11 @@ A shard is quantized before the gather with the scale of the whole weight, one p
 weight [N, K] is one expert), so the gathered bytes are exactly what quantizing the gathered weight would have given, at
 half of BF16's traffic and once per optimizer step. The unsharded weight stays FP8 and says it has the dtype that its
 gradient shall have; expert_mlp and the dense ops take its payload and scale as they are.
+
+The quantized shard is there from the optimizer step on, 1 byte a weight: for every gather, or, where a step uses each
+weight once (`Numerics.used_once`), until backward has gathered it, before all gradients are there and memory peaks.
+Where expert parallelism takes all data-parallel ranks a shard is the whole weight: 2.8 GiB of Scout's width in 3 layers
+on two GPUs, by which FP8 was above BF16 (assets/results/e2e_h200x2.json).
 """
 
 from dataclasses import dataclass
@@ -153,7 +158,8 @@ def _stale(local: WrappedWeight) -> bool:
 
 
 def payload_of(local: WrappedWeight, module: nn.Module) -> Payload | None:
-    """The payload of a shard, fresh: made now, with the weights that share its scale, if they have changed since.
+    """The payload of a shard for FSDP2 to gather now, fresh: made now, with the weights that share its scale, if they
+    have changed since. What backward gathers of a weight that is used once is given up.
 
     Every rank decides alike, since optimizers, loads and inits touch the shards of all ranks. None if `local` is not
     the module's own parameter, as with CPU offload, where FSDP2 gathers a copy.
@@ -163,4 +169,13 @@ def payload_of(local: WrappedWeight, module: nn.Module) -> Payload | None:
         return None
     if _stale(local):
         quantize_shards([module])
-    return local.payload
+    payload = local.payload
+    if local._context.used_once and _within_backward():
+        local.payload = None
+        if payload.q.is_cuda:  # FSDP2 copies it on this stream; it was made on another, which would reuse its memory
+            payload.q.record_stream(torch.cuda.current_stream())
+    return payload
+
+
+def _within_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -2,8 +2,9 @@
 
 a weight of this rank alone, used often    both layouts and the scales, from step to step
 the same, used once a step                 one layout from forward to backward; between steps the scales
-sharded by FSDP2, gathered in FP8          the shard and the scales of the whole weight; what is gathered lives as
-                                           long as FSDP2 keeps a gathered weight, at half of BF16's bytes
+sharded by FSDP2, gathered in FP8          the shard and the scales of the whole weight, from one optimizer step to the
+                                           next or, used once a step, to its gather in backward; what is gathered
+                                           lives as long as FSDP2 keeps a gathered weight, at half of BF16's bytes
 sharded by FSDP2, gathered in BF16         nothing: quantized at each use
 emulated, without the cache, used by views nothing: quantized at each use
 """
@@ -61,7 +62,7 @@ def _kept(module: nn.Module, name: str, w: Tensor, local: FP8ExpertWeight) -> Ke
         if shard is None:
             return Kept(0, 0, "gathered in high precision, quantized at each use")
         both = size + (SCALE * shard.slices if _has_scale(module, name) else 0)
-        return Kept(both, both, "the shard that FSDP2 gathers in FP8")
+        return Kept(both, both, "the shard that FSDP2 gathers in FP8" + ", up to backward" * n.used_once)
     if not n.cache:
         return Kept(0, 0, "cache = false, quantized at each use")
     scales = _scales(module, name, w, n)

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
 from converters import weight_cache
 from converters.backends import reference
 from converters.config import FP8GroupedExpertsConfig
+from converters.expert_weight import FP8ExpertWeight
 from converters.fp8_grouped_experts import convert
 from converters.gathered_weight import FP8GatheredWeight
 from converters.kept_memory import kept_memory
@@ -147,6 +149,32 @@ def check_a_step_quantizes_each_shard_once_and_reduces_once(folder: Path) -> Non
     maxima = LAYERS * 2 * 4 * 4  # float32, for W13 and W2 of 4 experts
     assert Counter(size for _, size in traffic.sent["allreduce"])[maxima] == 2
     assert len(traffic.sent["allreduce"]) == 4
+
+
+def check_a_shard_that_is_used_once_is_given_up_in_backward(folder: Path) -> None:
+    """Before gradients are clipped none is left, after the optimizer step all are; steps of several micro-batches keep
+    them. Each is quantized once a step all the same.
+    """
+    clip = dist_utils.clip_grad_norm_
+    for once, row in {True: Row(shard=2), False: Row(shard=2).but(training__local_batch_size=1)}.items():
+        trainer = trained(row.with_fp8(**WIRES).with_dense(), folder)
+        local = [p._local_tensor for p in trainer.model_parts[0].parameters() if isinstance(p, DTensor)]
+        weights = [w for w in local if isinstance(w, FP8ExpertWeight)]
+        kept = []
+
+        def count_and_clip(*args: Any, **kwargs: Any) -> Any:
+            kept.append(sum(w.payload is not None for w in weights))  # noqa: B023
+            return clip(*args, **kwargs)
+
+        with (
+            mock.patch.object(dist_utils, "clip_grad_norm_", count_and_clip),
+            counted(reference, "cast_slices") as calls,
+        ):
+            trainer.steps(2)
+        assert kept == [0 if once else len(weights)] * 2
+        assert all(w.payload is not None for w in weights)
+        assert calls == {"cast_slices": 2 * len(weights)}
+        assert len(weights) > 3 * LAYERS
 
 
 def check_weights_that_are_not_sharded_are_quantized_once_a_step(folder: Path) -> None:
