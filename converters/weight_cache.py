@@ -7,17 +7,22 @@ dead, though: its amax is a good guess for the next one, which the hopper backen
 uses a weight once (`Numerics.used_once`), each layout is dropped after its use: none is left when gradients peak. Then
 q_t is made together with q, in one reading of the weight, unless it would be in the way until backward wants it.
 
+An entry dies with its weights. A storage's Python object lives as long as the storage, also where only C++ holds that
+one (torch gives it back when it is asked for again), so a weak reference to it calls us, once a storage and at no cost
+to a lookup.
+
 The one mutable state at module level in this project: custom ops receive plain tensors, so what they share must be
 reachable from here. Views of a weight, and weights that live only from an all-gather to the next reshard, are not
 cached (expert_weight.py).
 """
 
 import threading
+import weakref
+from collections import deque
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from converters.backends import get_backend
 from converters.backends.reference import QuantizedWeight
@@ -28,16 +33,17 @@ Key = tuple
 
 @dataclass(frozen=True)
 class _Entry:
-    storages: tuple[StorageWeakRef, ...]
+    storages: tuple[weakref.ref, ...]
     versions: tuple[int, ...]
     quantized: QuantizedWeight
 
     def is_dead(self) -> bool:
         """Whether a storage is gone, whose address may be another one's by now."""
-        return any(ref.expired() for ref in self.storages)
+        return any(ref() is None for ref in self.storages)
 
 
 _entries: dict[Key, _Entry] = {}
+_dead: deque[Key] = deque()  # keys of entries one of whose storages has gone
 _lock = threading.Lock()  # autograd runs a device's backward on a thread of its own
 
 
@@ -83,36 +89,51 @@ def quantized(
     place = tuple((w.untyped_storage()._cdata, w.storage_offset(), w.shape, w.stride(), w.dtype) for w in weights)
     key = (place, transposed, numerics.recipe, numerics.backend)
     versions = tuple(w._version for w in weights)
-    with _lock:
-        entry = _entries.get(key)
-        if entry is not None and entry.is_dead():
-            entry = None
-        previous = None if entry is None else entry.quantized
-        fresh = entry is not None and entry.versions == versions
-        if fresh and (previous.q_t if backward else previous.q).numel():
-            found = previous
-        elif fresh and numerics.used_once:  # dropped after its use, and used once more
-            return make(previous=previous, forward=not backward, backward=backward)
-        else:
-            found = make(previous=previous, backward=backward or both or not numerics.used_once)
+    try:
+        with _lock:
+            entry = _entries.get(key)
+            if entry is not None and entry.is_dead():
+                entry = None
+            previous = None if entry is None else entry.quantized
+            fresh = entry is not None and entry.versions == versions
+            if fresh and (previous.q_t if backward else previous.q).numel():
+                found = previous
+            elif fresh and numerics.used_once:  # dropped after its use, and used once more
+                return make(previous=previous, forward=not backward, backward=backward)
+            else:
+                found = make(previous=previous, backward=backward or both or not numerics.used_once)
+            if found is not previous or numerics.used_once:
+                kept = _without_used(found, backward) if numerics.used_once else found
+                storages = entry.storages if entry else _watched(weights, key)
+                _entries[key] = _Entry(storages, versions, kept)
+            return found
+    finally:
+        if _dead:
             _drop_dead()
-        if found is not previous or numerics.used_once:
-            kept = _without_used(found, backward) if numerics.used_once else found
-            storages = entry.storages if entry else tuple(StorageWeakRef(w.untyped_storage()) for w in weights)
-            _entries[key] = _Entry(storages, versions, kept)
-        return found
+
+
+def _watched(weights: list[Tensor], key: Key) -> tuple[weakref.ref, ...]:
+    """References to the weights' storages; when one goes, so does the entry at `key`."""
+    return tuple(weakref.ref(w.untyped_storage(), partial(_bury, key)) for w in weights)
+
+
+def _bury(key: Key, storage: weakref.ref) -> None:
+    _dead.append(key)
+    _drop_dead()
 
 
 def _drop_dead() -> None:
-    """Looks at the two entries that nobody has looked at for longest, and at all if one of them is dead: weights go in
-    crowds. To look at all each time would cost a model with many layers more than the quantization's launches.
+    """Drops what `_dead` names, but what lives at a key by now. It never waits for the lock, since a storage may go at
+    any time, also in a thread that has it: whoever has it comes here after its release.
     """
-    for key, entry in list(islice(_entries.items(), 2)):
-        if entry.is_dead():
-            for dead in [k for k, e in _entries.items() if e.is_dead()]:
-                del _entries[dead]
-            return
-        _entries[key] = _entries.pop(key)
+    while _dead and _lock.acquire(blocking=False):
+        try:
+            while _dead:
+                key = _dead.popleft()
+                if (entry := _entries.get(key)) is not None and entry.is_dead():
+                    del _entries[key]
+        finally:
+            _lock.release()
 
 
 def _without_used(w: QuantizedWeight, backward: bool) -> QuantizedWeight:
@@ -123,7 +144,9 @@ def _without_used(w: QuantizedWeight, backward: bool) -> QuantizedWeight:
 
 def cached_bytes() -> int:
     """Memory of all entries."""
-    kept = [e.quantized for e in _entries.values()]
+    with _lock:
+        kept = [e.quantized for e in _entries.values()]
+    _drop_dead()
     tensors = {id(t): t for w in kept for t in (w.q, w.q_t, w.scale, w.scale_t)}  # one scale may serve both layouts
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
@@ -132,3 +155,4 @@ def clear() -> None:
     """Drops every entry."""
     with _lock:
         _entries.clear()
+    _drop_dead()
