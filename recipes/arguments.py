@@ -53,6 +53,14 @@ def one_of(option: Any) -> Callable[[str], str]:
     return parse
 
 
+def listed(text: str) -> list[str]:
+    """Names with commas between them; spaces around a name are not of it."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} lacks a name: give one or more, with a comma between two")
+    return names
+
+
 def out_file(text: str) -> Path:
     """A file to be written. Refused before anything is trained or measured: a folder, a path through a file, or a
     folder that is not there (a misspelt one would get the results of hours).

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from recipes.arguments import count, out_file
+from recipes.arguments import count, listed, out_file
 from recipes.run_info import versions
 from recipes.runs import read_run
 from recipes.trace import read_trace
@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (sys.argv when None); returns 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", action="append", help=f"stem of two twins, or stem:flavor; default {DEFAULT}")
-    parser.add_argument("--layouts", default=None, help=f"comma separated, of {', '.join(LAYOUTS)}")
+    parser.add_argument("--layouts", type=listed, default=None, help=f"comma separated, of {', '.join(LAYOUTS)}")
     parser.add_argument("--ngpu", type=count("is no number of GPUs"), default=max(1, torch.cuda.device_count()))
     parser.add_argument("--out", type=out_file, default=Path("outputs/bench_e2e/e2e.json"))
     parser.add_argument("--timeout", type=count("is no number of seconds"), default=240, help="seconds a run may take")
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--ngpu {args.ngpu}: this machine has {gpus}: give {gpus} or less.")
     if missing := _missing_twins(recipes):
         parser.error(f"--recipe: there is no {missing[0]}: give the stem of two twins, such as {DEFAULT}.")
-    layouts = args.layouts.split(",") if args.layouts else ["single"] if args.ngpu == 1 else ["fsdp", "fsdp_ep"]
+    layouts = args.layouts or (["single"] if args.ngpu == 1 else ["fsdp", "fsdp_ep"])
     if unknown := set(layouts) - set(LAYOUTS):
         parser.error(f"--layouts {', '.join(sorted(unknown))}: choose of {', '.join(LAYOUTS)}")
     results = []

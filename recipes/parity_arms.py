@@ -64,18 +64,19 @@ def parse_arms(models: str, arms: str, extra: Sequence[str]) -> list[Arm]:
             that makes an arm what it is.
     """
     check_extra(extra)
-    for model in models.split(","):
+    named, given = ([name.strip() for name in text.split(",")] for text in (models, arms))
+    for model in named:
         if missing := [p for t in ("bf16", "fp8") if not (p := Path(f"recipes/{model}_{t}.toml")).is_file()]:
             raise ValueError(f"Model {model!r} has no {missing[0]} (from {Path.cwd()}): give the stem of two twins.")
-    if wrong := [arm for arm in arms.split(",") if not re.fullmatch(r"\w+:\d+", arm)]:
+    if wrong := [arm for arm in given if not re.fullmatch(r"\w+:\d+", arm)]:
         raise ValueError(f"Arm {wrong[0]!r} is not RULE:SEED, such as bf16:1 or tokenwise:1.")
-    pairs = [arm.split(":") for arm in arms.split(",")]
+    pairs = [arm.split(":") for arm in given]
     if unknown := [rule for rule, _ in pairs if rule not in RULES]:
         raise ValueError(f"Arm {unknown[0]!r} is of no scale rule: choose one of {', '.join(RULES)}.")
-    for what, given in (("Model", models.split(",")), ("Arm", [f"{rule}:{int(seed)}" for rule, seed in pairs])):
-        if twice := [name for name in given if given.count(name) > 1]:
+    for what, names in (("Model", named), ("Arm", [f"{rule}:{int(seed)}" for rule, seed in pairs])):
+        if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"{what} {twice[0]} is named twice, and both would write into one folder: name it once.")
-    steps = {model: steps_of(model, extra) for model in models.split(",")}
+    steps = {model: steps_of(model, extra) for model in named}
     return [Arm(model=m, recipe=rule, seed=int(seed), steps=n) for rule, seed in pairs for m, n in steps.items()]
 
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from parallel.device import prepare_device
-from recipes.arguments import count, number, out_file
+from recipes.arguments import count, listed, number, out_file
 from recipes.run_info import jsonable, versions
 from recipes.sqnr_measure import Report, measure
 from recipes.sqnr_tables import print_report, verdict
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         prepare_device()
         config = read_config(args.recipe, overrides)
         if args.converters is not None:
-            config.model.converters = [name for name in args.converters.split(",") if name]
+            config.model.converters = args.converters
         twin_converters(config)  # refuses a recipe without FP8 before anything is built
         twins = build_twins(config, args.checkpoint)
     except ValueError as error:
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     after = "Further arguments override the recipe as in training: --training.seq_len 64, --fp8.grouped_experts.recipe"
     parser = argparse.ArgumentParser(prog="python -m recipes.sqnr", description=about, epilog=after, allow_abbrev=False)
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file")
-    parser.add_argument("--converters", metavar="A,B", help="instead of the recipe's model.converters")
+    parser.add_argument("--converters", type=listed, metavar="A,B", help="instead of the recipe's model.converters")
     parser.add_argument(
         "--checkpoint", metavar="DIR", help="weights of a torchtitan checkpoint, OUTPUT/checkpoint/step-N"
     )

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
-from recipes.arguments import count, number, out_folder
+from recipes.arguments import count, listed, number, out_folder
 from recipes.issue1152.arms import ARMS, STEPS, Plan, run_arms, scaled_lr
 from recipes.issue1152.table import fill_readme, markdown, read_results, write
 
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.readme:
         return _fill(Path(args.readme))
     plan = plan_from(args, tuple(extra))
-    wanted = args.arms.split(",") if args.arms else [arm.name for arm in ARMS]
+    wanted = args.arms or [arm.name for arm in ARMS]
     unknown = [name for name in wanted if name not in {arm.name for arm in ARMS}]
     if unknown:
         print(f"Unknown arms {unknown}: choose of {', '.join(arm.name for arm in ARMS)}.", file=sys.stderr)
@@ -72,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     jobs = max(1, (os.cpu_count() or 1) // 2)
     at_once = count("is no number of arms")
     parser.add_argument("--jobs", metavar="N", type=at_once, default=min(jobs, 5), help="arms at a time")
-    parser.add_argument("--arms", metavar="A,B", help=f"only these, of {', '.join(arm.name for arm in ARMS)}")
+    parser.add_argument(
+        "--arms", type=listed, metavar="A,B", help=f"only these, of {', '.join(arm.name for arm in ARMS)}"
+    )
     steps = "of an arm, the first N of the schedule (default: {full} full, {reduced} reduced)".format(**STEPS)
     parser.add_argument("--steps", metavar="N", type=count("is no number of steps"), help=steps)
     lr = "learning rate at the end of the warm-up (default: 2e-5, the published one, times 4096 / width)"

@@ -41,6 +41,8 @@ REFUSED = [
     (sqnr.main, (*SQNR, "--out", "{folder}/x/y.json"), "there is no folder {folder}/x for y.json: make it, or mend"),
     (issue1152.main, ("--steps", "0"), "0 is no number of steps: give a whole number, 1 or more"),
     (issue1152.main, ("--jobs", "0"), "0 is no number of arms: give a whole number, 1 or more"),
+    (issue1152.main, ("--arms", ""), "'' lacks a name: give one or more, with a comma between two"),
+    (sqnr.main, (*SQNR, "--converters", "a,"), "'a,' lacks a name: give one or more, with a comma between two"),
     (issue1152.main, ("--lr", "nan"), "nan is no learning rate: give a number above 0"),
     (issue1152.main, ("--out", "{file}"), "{file} is a file: give a folder"),
     (issue1152.main, ("--out", "{folder}/x/y"), "there is no folder {folder}/x for y: make it, or mend"),

@@ -154,6 +154,8 @@ def test_a_failed_run_shows_in_the_table(capsys: pytest.CaptureFixture) -> None:
         (1, ["--timeout", "0"], "--timeout: 0 is no number of seconds"),
         (1, ["--recipe", "recipes/lama4"], "there is no recipes/lama4_bf16.toml: give the stem of two twins"),
         (1, ["--layouts", "fsdpp"], "--layouts fsdpp: choose of single, fsdp, fsdp_ep"),
+        (1, ["--layouts", ""], "--layouts: '' lacks a name: give one or more"),
+        (1, ["--layouts", "fsdp , x"], "--layouts x: choose of"),
         (1, ["--out", "recipes"], "--out: recipes is a folder"),
     ],
     ids=str,

@@ -110,7 +110,7 @@ def test_a_failed_run_says_so_and_the_others_go_on(arms: list[Arm], tmp_path: Pa
 
 def test_arms_are_every_rule_of_every_model_in_the_order_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    arms = parse_arms("mixtral,llama4", "bf16:2,rowwise:1", ["--training.steps=7"])
+    arms = parse_arms("mixtral, llama4", "bf16:2, rowwise:1", ["--training.steps=7"])
     assert [arm.name for arm in arms] == ["mixtral bf16:2", "llama4 bf16:2", "mixtral rowwise:1", "llama4 rowwise:1"]
     assert {arm.steps for arm in arms} == {7}
     assert {arm.steps for arm in parse_arms("mixtral_300m", "bf16:1", [])} == {2000}
