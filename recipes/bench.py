@@ -6,9 +6,12 @@ are quantized again and not kept) and ours with the same weights as before (warm
 turn, A B C D A B C D, in one process, and medians are compared: a GPU's clock depends on its power and temperature, so
 only neighbours in time compare. Whole training steps: --e2e, with the arguments of recipes.bench_e2e.
 
---sizes measures instead many small and middle sizes, without torchao, and the time of the GPU alone (bench_sizes.py).
+--parts adds what each part of ours takes: one sum with the weights' quantization, as cold, and one without, as warm.
 
-Without a GPU: the reference backend on a tiny shape. That checks the tool, not the speed.
+--sizes measures instead many small and middle sizes, without torchao, and the time of the GPU alone (bench_sizes.py).
+It is for a GPU, as --cases is: both are refused without one.
+
+Without a GPU: the reference backend and BF16 that is not compiled, on a tiny shape. That checks the tool, not speed.
 """
 
 import argparse
@@ -26,7 +29,7 @@ from converters.capability import resolve
 from converters.config import FP8GroupedExpertsConfig, Numerics
 from converters.numerics import Accumulate, Wgrad
 from recipes import bench_e2e
-from recipes.arguments import SECONDS, count, one_of, out_file
+from recipes.arguments import SECONDS, count, listed, one_of, out_file
 from recipes.bench_cases import (
     CASES,
     TINY,
@@ -77,10 +80,12 @@ def sqnr_db(reference: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str,
     return {name: round(db[name], 2) for name in GRADIENTS}
 
 
-def peak_bytes(variant: Variant, g: Tensor) -> int:
-    """What one step allocates at its peak, over inputs and weights; ours includes quantized weights."""
+def peak_bytes(variant: Variant, g: Tensor) -> int | None:
+    """What one step allocates at its peak, over inputs and weights; ours includes quantized weights. None without a
+    GPU, where nobody counts it.
+    """
     if not g.is_cuda:
-        return 0
+        return None
     forget_weights()
     variant.clear()
     torch.cuda.synchronize()
@@ -92,7 +97,9 @@ def peak_bytes(variant: Variant, g: Tensor) -> int:
 
 
 def measure(case: Case, i: Inputs, numerics: Numerics, rounds: int, seconds: float) -> dict[str, Any]:
-    """One entry of `cases`: times in ms, memory in bytes, SQNR against BF16 in dB. torchao's are None if it fails."""
+    """One entry of `cases`: times in ms, memory in bytes, SQNR against BF16 in dB. torchao's are None if it fails, and
+    peaks without a GPU.
+    """
     row: dict[str, Any] = {"case": case.name, "M": case.M, "D": case.D, "H": case.H, "E": case.E}
     base, warm, cold = bf16(i), ours(i, numerics, cold=False), ours(i, numerics, cold=True)
     variants = [base, cold, warm]
@@ -134,11 +141,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ", ".join(c.name for c in CASES)
     parser.add_argument(
-        "--cases", default=None, help=f"comma separated, of {names}; default: all; without a GPU one tiny shape"
+        "--cases",
+        type=listed,
+        default=None,
+        help=f"comma separated, of {names}; for a GPU; default: all; without a GPU one tiny shape",
     )
     parser.add_argument("--shape", action="append", default=[], help="M,D,H,E of one more case; may be repeated")
-    parser.add_argument("--parts", action="store_true", help="also the time of each part")
-    parser.add_argument("--sizes", action="store_true", help="many sizes, for the table of what is too small")
+    parser.add_argument("--parts", action="store_true", help="also the time of each part of ours")
+    parser.add_argument("--sizes", action="store_true", help="on a GPU many sizes, for the table of what is too small")
     parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="turns of all variants")
     parser.add_argument("--seconds", type=SECONDS, default=0.2, help="of each variant in each round; not with --sizes")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and group sizes")
@@ -161,10 +171,10 @@ def chosen(args: argparse.Namespace, cuda: bool) -> list[Case]:
         if args.cases or args.shape or args.parts:
             raise ValueError("--sizes has sizes of its own: leave --cases, --shape and --parts out.")
         if not cuda:
-            raise ValueError("--sizes is for a GPU, and there is none: without it a tiny shape is run.")
+            raise ValueError("--sizes is for a GPU, and there is none: leave it out to run the tiny shape of a CPU.")
         return sizes()
     known = {c.name: c for c in CASES}
-    names = args.cases.split(",") if args.cases else ([*known] if cuda and not args.shape else [])
+    names = args.cases or ([*known] if cuda and not args.shape else [])
     if unknown := [n for n in names if n not in known]:
         raise ValueError(f"--cases {', '.join(unknown)}: choose of {', '.join(known)}, or give --shape M,D,H,E.")
     cases = [known[n] for n in names] + [parse_shape(s) for s in args.shape]
@@ -181,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         cases = chosen(args, device.type == "cuda")
         if args.cases and device.type != "cuda":
-            raise ValueError("--cases are shapes for a GPU, and there is none: without it a tiny shape is run.")
+            raise ValueError("--cases are for a GPU, and there is none: leave them out to run the tiny shape of a CPU.")
         numerics = resolve(FP8GroupedExpertsConfig(wgrad=args.wgrad, accumulate=args.accumulate))
     except ValueError as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {error}", highlight=False)

@@ -50,14 +50,21 @@ def parse_shape(text: str) -> Case:
     """A case from "M,D,H,E".
 
     Raises:
-        ValueError: not four positive numbers, or D or H no multiple of 16.
+        ValueError: not four positive numbers, or M, D or H no multiple of 16.
     """
     try:
         M, D, H, E = (int(v) for v in text.split(","))
     except ValueError:
         raise ValueError(f"--shape {text!r} must be four whole numbers M,D,H,E, e.g. 16384,5120,8192,16.") from None
-    if min(M, D, H, E) < 1 or D % 16 or H % 16:
-        raise ValueError(f"--shape {text!r}: M and E must be positive, D and H positive multiples of 16.")
+    if min(M, D, H, E) < 1:
+        raise ValueError(f"--shape {text!r}: M, D, H and E must be positive.")
+    rows, dims = "BF16's weight gradient and torchao take groups of whole 16 rows only", "FP8 GEMMs take no other dims"
+    for name, value, why in (("M", M, rows), ("D", D, dims), ("H", H, dims)):
+        if rest := value % ALIGNMENT:
+            near = [str(n) for n in (value - rest, value - rest + ALIGNMENT) if n]
+            raise ValueError(
+                f"--shape {text!r}: {name} = {value} is no multiple of 16, but {why}: give {' or '.join(near)}."
+            )
     return Case(text, M, D, H, E)
 
 
@@ -166,19 +173,21 @@ def torchao(i: Inputs) -> Variant:
     return Variant("torchao", _leaves(i), run, lambda: None)
 
 
+def change_weights(i: Inputs) -> None:
+    """What is quantized of the weights is out of date from now on, as after an optimizer step."""
+    for w in (i.w1, i.w2, i.w3):
+        torch.autograd.graph.increment_version(w)
+
+
 def ours(i: Inputs, numerics: Numerics, cold: bool) -> Variant:
     """This project's MLP. cold: the weights have changed since the last step, as after an optimizer's; used once."""
     numerics = replace(numerics, cache=True, used_once=cold)
     leaves = _leaves(i, numerics)
 
-    def changed() -> None:
-        for w in (i.w1, i.w2, i.w3):
-            torch.autograd.graph.increment_version(w)
-
     def run(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         return expert_mlp(x, w1, w2, w3, i.offs, numerics)
 
-    return Variant("cold" if cold else "warm", leaves, run, changed if cold else (lambda: None))
+    return Variant("cold" if cold else "warm", leaves, run, partial(change_weights, i) if cold else (lambda: None))
 
 
 def forget_weights() -> None:

@@ -6,9 +6,11 @@ run in turn, A B C D A B C D, in one process; medians are compared. Weights are 
 
 --sizes measures instead the layers of many sizes, without torchao, and the time of the GPU alone: launched one by one,
 a small layer takes the host longer, which says nothing of a training step, where the host is ahead. Its file is what
-`[fp8.dense] below_break_even` reads: assets/results/dense_h200.json (converters/dense_break_even.py).
+`[fp8.dense] below_break_even` reads: assets/results/dense_h200.json (converters/dense_break_even.py). It is for a GPU,
+and refused without one.
 
-Without a GPU: the reference backend on a tiny shape. That checks the tool, not the speed.
+Without a GPU: the reference backend and BF16 that is not compiled, on tiny shapes, no torchao. That checks the tool,
+not the speed.
 """
 
 import argparse
@@ -172,7 +174,7 @@ def table(data: dict[str, Any]) -> Table:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (sys.argv when None)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", action="store_true", help="many sizes, for the table of what is too small")
+    parser.add_argument("--sizes", action="store_true", help="on a GPU many sizes, for the table of what is too small")
     parser.add_argument("--rounds", type=count("is no number of rounds"), default=5, help="turns of all variants")
     parser.add_argument("--seconds", type=SECONDS, default=0.1, help="of each variant in each round; not with --sizes")
     how = {"type": one_of(Accumulate), "default": FP8DenseConfig.accumulate}
@@ -194,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
         data["cases"].append(measure(case, device, config, args.rounds, clock, with_torchao=with_torchao))
     Console(width=None if sys.stdout.isatty() else 150).print(table(data))
     if device.type != "cuda":
-        print("Without a GPU: tiny shapes, no torchao. The times say nothing of the speed on a GPU.")
+        print("Without a GPU: tiny shapes, no torchao, BF16 is not compiled. The times say nothing of a GPU's.")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

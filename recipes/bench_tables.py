@@ -5,6 +5,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from recipes.bench_parts import COLD, WARM, WEIGHTS
+
 
 def _table(title: str, columns: list[str]) -> Table:
     table = Table(title=title, title_justify="left")
@@ -23,6 +25,8 @@ def _conditions(environment: dict[str, Any], console: Console) -> None:
     console.print(
         f"{environment['gpu']}, {environment['date']}, {versions}, {environment['numerics']}", highlight=False
     )
+    if environment["gpu"] == "none":
+        console.print("Without a GPU: BF16 is not compiled, memory is not measured. The times say nothing of a GPU's.")
 
 
 def show(data: dict[str, Any], console: Console) -> None:
@@ -67,10 +71,11 @@ def show_sizes(data: dict[str, Any], console: Console) -> None:
 
 
 def show_parts(row: dict[str, Any], environment: dict[str, Any], console: Console) -> None:
-    """One row a part of the MLP."""
+    """One row a part of the MLP, and their two sums."""
     table = _table(f"{row['case']}: parts, in place", ["part", "ms", "TFLOP/s", "peak"])
     for name, part in row["parts"].items():
         tflops = part.get("tflops")
         rate = [f"{tflops:.0f}", _share(tflops, environment)] if tflops else ["", ""]
-        table.add_row(name, f"{part['ms']:.3f}", *rate, style="bold" if name == "together" else None)
+        table.add_row(name, f"{part['ms']:.3f}", *rate, style="bold" if name in (WARM, COLD) else None)
     console.print(table)
+    console.print(f"{WARM}: without {' and '.join(WEIGHTS)}, which only changed weights take.", highlight=False)

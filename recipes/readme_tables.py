@@ -33,7 +33,8 @@ def bench(data: dict) -> str:
         name, best = f"{c['case']} {c['M']} x {c['D']} x {c['H']}, {c['E']} experts", c["bf16_ms"]
         upstream = f"{best / c['torchao_ms']:.2f}x" if c.get("torchao_ms") else "fails"
         speed = [f"{best / c[k]:.2f}x" for k in ("cold_ms", "warm_ms")]
-        memory = [f"{c[k] / c['bf16_peak_bytes']:.3f}x" for k in ("fp8_peak_bytes", "fp8_warm_peak_bytes")]
+        peak = c["bf16_peak_bytes"]  # None where there was no GPU to measure it
+        memory = [f"{c[k] / peak:.3f}x" if peak else "" for k in ("fp8_peak_bytes", "fp8_warm_peak_bytes")]
         rows.append([name, f"{best:.2f} ms", upstream, *map(_bold, speed), *memory])
     head = ["forward + backward", "BF16", "torchao FP8", "ours, cold", "ours, warm", "memory, cold", "memory, warm"]
     return _table(head, rows) + "\n\n" + _conditions(data["environment"])

@@ -86,7 +86,7 @@ def peaks(device: torch.device) -> dict[str, float]:
 
 
 def environment(device: torch.device, numerics: Numerics, command: list[str]) -> dict[str, Any]:
-    """Date, GPU, versions, command (words), backend, and the measured peaks."""
+    """Date, GPU, versions, command (words), backend, the measured peaks, and whether BF16 was compiled."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
@@ -94,4 +94,5 @@ def environment(device: torch.device, numerics: Numerics, command: list[str]) ->
         "command": " ".join(command),
         "numerics": str(numerics),
         "peak_tflops": peaks(device),
+        "bf16": "compiled" if device.type == "cuda" else "eager",
     }

@@ -13,7 +13,7 @@ from torchtitan.models.moe.moe import _run_experts_grouped_mm
 from converters import weight_cache
 from converters.break_even import _terms, load_measured
 from converters.config import Numerics
-from recipes import bench, bench_dense, bench_sizes
+from recipes import bench, bench_dense, bench_sizes, readme_tables
 from recipes.bench import _parser, chosen, main, results, sqnr_db
 from recipes.bench_cases import CASES, TINY, Case, bf16, group_ends, make_inputs, ours, parse_shape
 from recipes.timing import elapsed_ms
@@ -33,11 +33,21 @@ def test_tiny_run_writes_what_the_readme_table_reads(tmp_path: Path, capsys: pyt
     assert {"torchao_ms", "bf16_peak_bytes", "fp8_peak_bytes", "torchao_sqnr_db"} <= case.keys()
     assert all(case["sqnr_db"][k] > 20 for k in ("out", "dx", "dw13", "dw2"))
     assert case["parts"]["dW13"]["tflops"] > 0
-    *each, together = (part["ms"] for part in case["parts"].values())
-    assert case["parts"]["together"]["ms"] == together == pytest.approx(sum(each))
+    *each, warm, cold = (part["ms"] for part in case["parts"].values())
+    assert [case["parts"][f"together, {which}"]["ms"] for which in ("warm", "cold")] == [warm, cold]
+    assert cold == pytest.approx(sum(each))
+    assert warm == pytest.approx(cold - sum(case["parts"][f"{weight} to FP8"]["ms"] for weight in ("W13", "W2")))
     printed = capsys.readouterr().out
     assert "48,32,64,3" in printed
     assert "columns of dy, x" in printed
+    assert "together, warm: without W13 to FP8 and W2 to FP8, which only changed weights take." in printed
+    if not torch.cuda.is_available():
+        assert data["environment"]["bf16"] == "eager"
+        assert "Without a GPU: BF16 is not compiled, memory is not measured." in printed
+        assert [v for k, v in case.items() if k.endswith("peak_bytes")] == [None] * 3, "not measured is not 0"
+        row = readme_tables.bench(data).splitlines()[2]
+        assert row.endswith(" |  |  |")
+        assert row.startswith("| 48,32,64,3 48 x 32 x 64, 3 experts | ")
     assert ("48,32,64,3: torchao fails: " in printed) == ("torchao_error" in case)
 
 
@@ -76,7 +86,9 @@ def test_what_cannot_be_timed_or_written_is_refused_first(
 def test_sizes_are_not_measured_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """What they are for decides which experts of a GPU run stay in BF16."""
     assert main(["--sizes", "--out", str(tmp_path / "experts_h200.json")]) == 2
-    assert "--sizes is for a GPU, and there is none" in " ".join(capsys.readouterr().err.split())
+    assert "--sizes is for a GPU, and there is none: leave it out to run the tiny shape of a CPU" in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -130,7 +142,10 @@ def test_help_and_flags_of_numerics(capsys: pytest.CaptureFixture) -> None:
     assert "--wgrad: nope is unknown: choose one of fp8, fp8_columns, bf16" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    assert "default: all; without a GPU one tiny shape" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "default: all; without a GPU one tiny shape" in shown
+    assert "It is for a GPU, as --cases is: both are refused without one." in shown
+    assert "the reference backend and BF16 that is not compiled" in shown
 
 
 def test_unknown_case_and_bad_shape_are_refused(capsys: pytest.CaptureFixture) -> None:
@@ -138,8 +153,34 @@ def test_unknown_case_and_bad_shape_are_refused(capsys: pytest.CaptureFixture) -
     assert "--cases tin: choose of scout, " in capsys.readouterr().err.replace("\n", " ")
     with pytest.raises(ValueError, match=r"--shape '1,2,3' must be four whole numbers"):
         parse_shape("1,2,3")
-    with pytest.raises(ValueError, match=r"--shape '64,40,64,2': .* multiples of 16"):
-        parse_shape("64,40,64,2")
+    with pytest.raises(ValueError, match=r"--shape '64,0,64,2': M, D, H and E must be positive"):
+        parse_shape("64,0,64,2")
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (
+            "1000,64,64,2",
+            "M = 1000 is no multiple of 16, but BF16's weight gradient and torchao take .*: give 992 or 1008",
+        ),
+        ("5,64,64,2", "M = 5 is .*: give 16[.]"),
+        ("64,40,64,2", "D = 40 is no multiple of 16, but FP8 GEMMs take no other dims: give 32 or 48[.]"),
+        ("64,64,72,2", "H = 72 is .*: give 64 or 80[.]"),
+    ],
+)
+def test_a_shape_that_some_variant_refuses_is_refused_with_the_nearest(shape: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^--shape '{shape}': {message}"):
+        parse_shape(shape)
+
+
+def test_names_of_cases_may_have_spaces_around_but_not_be_missing(capsys: pytest.CaptureFixture) -> None:
+    spaced = _parser().parse_args(["--cases", "scout, small "])
+    assert [c.name for c in chosen(spaced, cuda=True)] == ["scout", "small"]
+    for text in ("", " ", "scout,", "scout,,small"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--cases", text])
+        assert f"--cases: {text!r} lacks a name: give one or more" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("case", [*CASES, TINY, Case("few rows", 16, 32, 32, 8)], ids=lambda c: c.name)

@@ -43,7 +43,7 @@ def test_the_tool_runs_and_its_file_is_read(tmp_path: Path, capsys: pytest.Captu
     ]
     printed = capsys.readouterr().out
     assert "ours, cold" in printed
-    assert "Without a GPU: tiny shapes, no torchao" in printed
+    assert "Without a GPU: tiny shapes, no torchao, BF16 is not compiled" in printed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs the sizes for a GPU")
