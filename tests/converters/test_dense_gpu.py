@@ -12,11 +12,17 @@ from converters.dense_mlp import dense_mlp
 from converters.expert_mlp import expert_mlp
 from converters.fp8_dense import convert_dense
 from converters.numerics import Numerics
+from tests.converters.gpu_checks import poison
 from tests.helpers import sqnr_db
 
 pytestmark = pytest.mark.gpu(capability=(9, 0))
 HOPPER = Numerics(backend="hopper")
 K, NS = 512, (512, 128, 48)  # 48: narrower than any tile
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> None:
+    poison("cuda")
 
 
 def randn(*shape: int, std: float = 1.0) -> Tensor:

@@ -1,7 +1,6 @@
 """Kernels of the token path on a GPU: bytes of their torch twins, no host sync, rows past 2**31 elements."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from converters.config import FP8GroupedExpertsConfig
 from converters.fp8_grouped_experts import convert
 from converters.kernels import tokens
 from converters.token_path import switch_token_path
+from tests.converters.gpu_checks import poison
 from tests.converters.test_moe_layer import BATCH, LENGTH, D, moe_layer, run
 from tests.helpers import sqnr_db
 
@@ -23,9 +23,7 @@ SHAPES = [(1000, 1, 5120, 0), (777, 2, 4096, 0), (333, 8, 48, 0), (500, 3, 20480
 
 @pytest.fixture(autouse=True)
 def poisoned() -> None:
-    """Memory that the caching allocator hands out next is full of nan: an element that nobody wrote shows."""
-    blocks = [torch.full((1 << 26,), math.nan, device="cuda") for _ in range(4)]
-    del blocks
+    poison("cuda")
 
 
 def _routed(T: int, k: int, D: int, absent: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
