@@ -5,9 +5,12 @@ it reads them anyway: on a CPU, and in the reference backend. On a GPU nobody lo
 import torch
 from torch import Tensor
 
+INT32 = torch.iinfo(torch.int32)
+NARROWER = (torch.int32, torch.int16, torch.int8, torch.uint16, torch.uint8)
+
 
 def group_ends(offs: Tensor, x: Tensor) -> Tensor:
-    """offs [E] as int32.
+    """offs [E] as int32; a value beyond it becomes its largest, or least: as wrong as before, and no other number.
 
     Raises:
         ValueError: they are no integers, or on another device than the rows x, where a kernel cannot read them.
@@ -17,6 +20,8 @@ def group_ends(offs: Tensor, x: Tensor) -> Tensor:
             f"offs are whole numbers on the rows' device, {x.device}; got {str(offs.dtype).removeprefix('torch.')} on "
             f"{offs.device}."
         )
+    if offs.dtype not in NARROWER:
+        offs = offs.to(torch.int64).clamp(INT32.min, INT32.max)
     return offs.to(torch.int32)
 
 

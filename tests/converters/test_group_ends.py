@@ -54,6 +54,27 @@ def test_ends_that_are_none(ends: tuple[int, ...], product: Product, numerics: N
 
 
 @pytest.mark.parametrize("numerics", NUMERICS.values(), ids=NUMERICS)
+@pytest.mark.parametrize("product", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    "ends", [(2**32 + 4, 8, 12), (4, 2**32 + 8, 12), (4, 8, 2**32 + 12), (-(2**32), 4, 12), (4, 8, 2**62)], ids=str
+)
+def test_ends_beyond_int32_do_not_wrap(ends: tuple[int, ...], product: Product, numerics: Numerics) -> None:
+    with pytest.raises(ValueError, match=r"ends of groups in 12 rows.*; got \["):
+        product(torch.randn(M, D), torch.tensor(ends), numerics)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint32, torch.uint64], ids=str)
+def test_unsigned_ends(dtype: torch.dtype) -> None:
+    x, ends = torch.randn(M, D), torch.tensor((4, 8, 12))
+    torch.manual_seed(0)
+    wanted = mlp(x, ends, Numerics())
+    torch.manual_seed(0)
+    assert torch.equal(mlp(x, ends.to(dtype), Numerics()), wanted)
+    with pytest.raises(ValueError, match="ends of groups in 12 rows"):
+        mlp(x, torch.tensor((2**31 + 4, 8, 12)).to(dtype), Numerics())
+
+
+@pytest.mark.parametrize("numerics", NUMERICS.values(), ids=NUMERICS)
 @pytest.mark.parametrize("product", [one_gemm, mlp])
 def test_no_rows_and_groups_of_some(product: Product, numerics: Numerics) -> None:
     with pytest.raises(ValueError, match=r"groups in 0 rows.*got \[0, 0, 1\]"):
