@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from converters.dense_linear import dense_linear, dense_linear_by_key
 from converters.dense_mlp import dense_mlp
+from converters.operands import check_operands
 
 PROJECTIONS = ("wq", "wk", "wv")
 SWIGLU = ("w1", "w2", "w3")
@@ -43,8 +44,9 @@ def _tensor_parallel(x: Tensor, w: DTensor) -> DTensor:
             "the layer out with [fp8.dense] exclude."
         )
     # Not from to_local(): torch.compile knows no object that a tensor made inside the graph brings along.
-    key = w._local_tensor._context.key
-    y = dense_linear_by_key(x.to_local(grad_placements=[plan[1]]), [w.to_local()], key)[0]
+    numerics, rows, weight = w._local_tensor._context, x.to_local(grad_placements=[plan[1]]), w.to_local()
+    check_operands(rows, [weight], numerics)
+    y = dense_linear_by_key(rows, [weight], numerics.key)[0]
     return DTensor.from_local(y, w.device_mesh, [plan[2]], run_check=False)
 
 

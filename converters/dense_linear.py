@@ -22,6 +22,7 @@ from converters.differentiable import differentiable, unwrapped
 from converters.gathered_weight import FP8GatheredWeight
 from converters.kernels.ops import operator
 from converters.numerics import Numerics
+from converters.operands import check_operands
 from converters.scaling import compute_dtype, op_key, wgrad
 from converters.telemetry import is_measured
 from converters.telemetry_mlp import gemm_backward, gemm_forward, parts_of
@@ -135,20 +136,22 @@ def dense_linear(x: Tensor, weights: list[Tensor], numerics: Numerics) -> list[T
     """[x @ w^T for each weight], in FP8, from one quantization of x and one GEMM.
 
     Args:
-        x: [..., K], any float dtype; T = 0 rows work.
-        weights: [N_i, K] each, plain or wrapped, float32 or bfloat16, one dtype.
+        x: [..., K], any float dtype but FP8; T = 0 rows work.
+        weights: [N_i, K] each, plain or wrapped, float32 or bfloat16, one dtype. For the hopper backend N_i and K are
+            multiples of 16.
         numerics: scale rule, backend, precision of the weight gradient.
 
     Returns:
         [..., N_i] each, in x's dtype or autocast's. Weight gradients have the weights' dtype, as views of one tensor.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes that do not belong together, or operands that the backend cannot read (operands.py).
     """
     shapes = [x.shape, *(w.shape for w in weights)]
     if x.dim() < 1 or any(len(shape) != 2 or shape[1] != x.shape[-1] for shape in shapes[1:]):
         got = ", ".join(str(tuple(shape)) for shape in shapes)
         raise ValueError(f"dense_linear takes x [..., K] and weights [N, K]; got {got}.")
+    check_operands(x, weights, numerics)
     return dense_linear_by_key(x, weights, op_key(numerics, *weights))
 
 

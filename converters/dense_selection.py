@@ -16,7 +16,8 @@ from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
 
 from converters.dense_config import FP8DenseConfig
 from converters.dense_forwards import PROJECTIONS, SWIGLU
-from converters.selection import ALIGNMENT, SkippedModule, layer_of, matches, reasons_of
+from converters.operands import ALIGNMENT
+from converters.selection import SkippedModule, layer_of, matches, reasons_of
 
 # Modules whose forward is w2(silu(w1(x)) * w3(x)).
 SWIGLU_FORWARDS = {m.forward for m in (FeedForward, Llama3FeedForward, Llama4FeedForward, Qwen3FeedForward)}

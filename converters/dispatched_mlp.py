@@ -23,6 +23,7 @@ from converters.config import Numerics
 from converters.expert_mlp import forward_rows, gathered_scales
 from converters.kernels.ops import operator
 from converters.mlp_gradients import Saved, mlp_gradients, taken
+from converters.operands import check_operands, check_rows_in_fp8
 from converters.scaling import compute_dtype
 from converters.telemetry_mlp import sent_rows
 from converters.telemetry_rows import PlainRows
@@ -123,5 +124,10 @@ def dispatched_mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, dispatch: Disp
 
     Returns:
         [M, D] in x's dtype, or autocast's.
+
+    Raises:
+        ValueError: other numerics, or operands that the backend cannot read (operands.py).
     """
+    check_rows_in_fp8(numerics)
+    check_operands(x, (w1, w2, w3), numerics)
     return _DispatchedMLP.apply(x, w1, w2, w3, dispatch, numerics, compute_dtype(x))

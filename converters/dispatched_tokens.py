@@ -23,6 +23,7 @@ from converters.backends.reference import FP8
 from converters.config import Numerics
 from converters.dispatched_mlp import SAVED, gradients_at_experts, mlp_at_experts
 from converters.mlp_gradients import taken
+from converters.operands import check_operands, check_rows_in_fp8
 from converters.routed_mlp import combined, gradient_tokens, out_dtype, token_kernels
 from converters.scaling import compute_dtype
 from converters.telemetry_mlp import sent_rows
@@ -124,8 +125,10 @@ def dispatched_tokens(
     """`routed_mlp` with the plan `dispatch` instead of offs, which all ranks of the group have agreed on.
 
     x [T, D] and its M rows are this rank's, w1, w3 [E_local, H, D] and w2 [E_local, D, H] its experts; base computes
-    [T, D] while the rows are away. -> [T, D].
+    [T, D] while the rows are away. -> [T, D]. Raises what `routed_mlp` raises.
     """
+    check_rows_in_fp8(numerics)
+    check_operands(x, (w1, w2, w3), numerics)
     flight = Flight(dispatch, before, numerics, x.shape[1], w1)
     o = _Experts.apply(x.contiguous(), scores, slots, w1, w2, w3, flight, compute_dtype(x))
     added = None if base is None else base()

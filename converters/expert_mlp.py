@@ -28,6 +28,7 @@ from converters.gathered_weight import FP8GatheredWeight
 from converters.group_ends import group_ends
 from converters.kernels.ops import operator
 from converters.mlp_gradients import gradient_rows, makes_both, mlp_gradients, taken
+from converters.operands import check_operands
 from converters.rules.mlp import ruled_mlp
 from converters.rules.state import DelayedState
 from converters.scaling import compute_dtype, op_key
@@ -153,8 +154,10 @@ def expert_mlp(
     """(silu(x @ w1[e]^T) * (x @ w3[e]^T)) @ w2[e]^T for the rows of each expert e, in FP8.
 
     Args:
-        x: [M, D] rows grouped by expert. Rows past offs[-1] are ignored: their outputs and gradients are zero.
-        w1, w3: [E, H, D]; w2: [E, D, H]; plain or wrapped, float32 or bfloat16.
+        x: [M, D] rows grouped by expert, any float dtype but FP8. Rows past offs[-1] are ignored: their outputs and
+            gradients are zero.
+        w1, w3: [E, H, D]; w2: [E, D, H]; plain or wrapped, float32 or bfloat16. For the hopper backend H and D are
+            multiples of 16.
         offs: int32 [E], ends of the groups. Any sizes, empty ones too; no alignment. They ascend from 0, to M at
             most; on a GPU nobody looks whether they do, which would wait for it: past M they are cut, descending ones
             are undefined.
@@ -165,13 +168,14 @@ def expert_mlp(
         [M, D] in x's dtype, or autocast's. Weight gradients have the weights' dtype.
 
     Raises:
-        ValueError: shapes that do not belong together, offs that are no ends of groups of x, or "delayed" without a
-            state.
+        ValueError: shapes that do not belong together, offs that are no ends of groups of x, "delayed" without a
+            state, or operands that the backend cannot read (operands.py).
     """
     E, H, D = w1.shape
     if x.dim() != 2 or x.shape[1] != D or w3.shape != (E, H, D) or w2.shape != (E, D, H) or offs.shape != (E,):
         got = ", ".join(str(tuple(t.shape)) for t in (x, w1, w3, w2, offs))
         raise ValueError(f"expert_mlp takes x [M, D], w1 and w3 [E, H, D], w2 [E, D, H] and offs [E]; got {got}.")
+    check_operands(x, (w1, w2, w3), numerics)
     x, offs, dtype = x.contiguous(), group_ends(offs, x), compute_dtype(x)
     if numerics.backend == "emulated":
         return ruled_mlp(x, (w1, w2, w3), offs, numerics, dtype, state, first_expert)

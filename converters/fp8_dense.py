@@ -28,8 +28,9 @@ from converters.gathered_weight import JOINED
 from converters.layout import check_delayed, check_offload
 from converters.linear_weight import FP8LinearWeight
 from converters.numerics import Numerics
+from converters.operands import ALIGNMENT
 from converters.rules.attach import connect
-from converters.selection import ALIGNMENT, ConversionReport, ConvertedWeight, SkippedModule
+from converters.selection import ConversionReport, ConvertedWeight, SkippedModule
 from parallel.checkpoint import wrap_parameters
 
 NAME = "fp8.dense"

@@ -18,6 +18,7 @@ from converters.config import Numerics
 from converters.differentiable import differentiable, unwrapped
 from converters.group_ends import group_ends
 from converters.kernels.ops import operator
+from converters.operands import check_operands
 from converters.rules.gemm import ruled_mm
 from converters.rules.state import DelayedState
 from converters.scaling import compute_dtype, op_key, wgrad
@@ -93,8 +94,9 @@ def grouped_mm(
     """`torch._grouped_mm(x, w, offs)` in FP8.
 
     Args:
-        x: [M, K], any float dtype. Rows past offs[-1] are ignored: their outputs and gradients are zero.
-        w: [E, K, N], a transposed view of a weight [E, N, K]; plain or wrapped.
+        x: [M, K], any float dtype but FP8. Rows past offs[-1] are ignored: their outputs and gradients are zero.
+        w: [E, K, N], a transposed view of a weight [E, N, K]; plain or wrapped. For the hopper backend K and N are
+            multiples of 16.
         offs: int32 [E], ends of the groups. Any sizes, empty ones too. They ascend from 0, to M at most; on a GPU
             nobody looks whether they do, which would wait for it: past M they are cut, descending ones are undefined.
         numerics: scale rule, backend, precision of the weight gradient.
@@ -104,14 +106,15 @@ def grouped_mm(
         [M, N] in x's dtype, or autocast's.
 
     Raises:
-        ValueError: shapes that do not belong together, offs that are no ends of groups of x, or "delayed" without a
-            state.
+        ValueError: shapes that do not belong together, offs that are no ends of groups of x, "delayed" without a
+            state, or operands that the backend cannot read (operands.py).
     """
     if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or offs.shape != w.shape[:1]:
         raise ValueError(
             "grouped_mm takes x [M, K], w [E, K, N] and offs [E]; got "
             f"{tuple(x.shape)}, {tuple(w.shape)} and {tuple(offs.shape)}."
         )
+    check_operands(x, (w,), numerics)
     x, offs, dtype = x.contiguous(), group_ends(offs, x), compute_dtype(x)
     if numerics.backend == "emulated":
         return ruled_mm(x, w, offs, numerics, dtype, state, first_expert)

@@ -7,7 +7,8 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
 from converters.config import FP8GroupedExpertsConfig
-from converters.selection import ALIGNMENT, stacked_weights
+from converters.operands import ALIGNMENT
+from converters.selection import stacked_weights
 from parallel.pipeline import is_zero_bubble
 
 

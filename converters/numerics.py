@@ -4,7 +4,7 @@ hashable, and a string where an op takes no dataclass.
 
 import functools
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from converters.fingerprint import CODE
 
@@ -24,7 +24,7 @@ OWN_GRAD_DTYPE = {"tokenwise": "e4m3", "rowwise": "e4m3", "blockwise": "e4m3", "
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """How the GEMMs of one weight are computed. `backend` is resolved: never "auto".
+    """How the GEMMs of one weight are computed. `backend` is resolved: never "auto". Unknown values are a ValueError.
 
     temporary: the weight is a view, or gathered for one pass; what is quantized from it is not kept, even with `cache`.
     fp8_all_gather: FSDP2 gathers the weight in FP8.
@@ -48,6 +48,15 @@ class Numerics:
     temporary_key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                allowed = ", ".join(map(repr, known))
+                raise ValueError(f"Numerics {name} = {getattr(self, name)!r} is unknown: choose one of {allowed}.")
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"Numerics {name} = {getattr(self, name)!r} must be true or false.")
+        if self.backend == "hopper" and self.recipe == "rowwise":
+            raise ValueError("backend 'hopper' has no recipe 'rowwise': 'reference' and 'emulated' have.")
         if self.backend != "emulated" and needs_emulation(self.recipe, self.grad_dtype):
             raise ValueError(
                 f"backend {self.backend!r} has no recipe {self.recipe!r} with {self.gradients} gradients: only "
@@ -81,6 +90,9 @@ class Numerics:
 
 
 INIT_FIELDS = tuple(f.name for f in fields(Numerics) if f.init)
+# Not options.check_choices: torch.compile traces numerics that are made in its graph, but no types.
+SWITCHES = tuple(f.name for f in fields(Numerics) if f.type is bool)
+CHOICES = {f.name: get_args(f.type) for f in fields(Numerics) if get_args(f.type)}
 
 
 def needs_emulation(recipe: str, grad_dtype: str) -> bool:

@@ -30,6 +30,7 @@ from converters.differentiable import differentiable, unwrapped
 from converters.expert_mlp import forward_rows, gathered_scales
 from converters.kernels.ops import operator
 from converters.mlp_gradients import mlp_gradients, taken
+from converters.operands import check_operands, check_rows_in_fp8
 from converters.scaling import compute_dtype, op_key
 from converters.telemetry_gradients import see_gradient
 from converters.telemetry_rows import RoutedRows
@@ -201,7 +202,12 @@ def routed_mlp(
 
     Returns:
         [T, D] in the dtype of `out_dtype`.
+
+    Raises:
+        ValueError: other numerics, or operands that the backend cannot read (operands.py).
     """
+    check_rows_in_fp8(numerics)
+    check_operands(x, (w1, w2, w3), numerics)
     scales, key = gathered_scales(w1, w2, w3), op_key(numerics, w1, w2, w3)
     dtypes = compute_dtype(x), out_dtype(x, base)
     return _routed(x.contiguous(), scores, slots, base, w1, w2, w3, *scales, offs, before, key, *dtypes)

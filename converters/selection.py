@@ -15,8 +15,7 @@ from torch import nn
 from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter
 
 from converters.config import FP8GroupedExpertsConfig, Numerics
-
-ALIGNMENT = 16  # bytes: TMA and wgmma read FP8 rows in units of 16 elements
+from converters.operands import ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -213,8 +213,8 @@ def test_configs_are_frozen_and_numerics_travel_as_a_string() -> None:
 
 def test_short_form_of_numerics_says_what_differs_from_the_default() -> None:
     assert str(Numerics()) == "tokenwise, reference"
-    numerics = Numerics(recipe="rowwise", backend="hopper", wgrad="bf16", accumulate="precise")
-    assert str(numerics) == "rowwise, hopper, wgrad=bf16, precise"
+    numerics = Numerics(backend="hopper", wgrad="bf16", accumulate="precise")
+    assert str(numerics) == "tokenwise, hopper, wgrad=bf16, precise"
 
 
 def test_what_accumulate_does_beside_a_weight_gradient_in_bf16() -> None:
