@@ -133,7 +133,7 @@ def convert_dense(
                 for fqn, layer in unit.layers.items()
             ]
     report = ConversionReport(
-        NAME, config.recipe, numerics.backend, tuple(converted), tuple(skipped), numerics=numerics
+        NAME, config.recipe, numerics.backend, tuple(converted), tuple(skipped), numerics=numerics, kind="linear"
     )
     model.conversion_reports = [*getattr(model, "conversion_reports", []), report]
     return report

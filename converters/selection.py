@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from torch import nn
 from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter
@@ -47,16 +48,22 @@ class ConversionReport:
     skipped: tuple[SkippedModule, ...]
     notes: tuple[str, ...] = ()
     numerics: Numerics | None = None
+    kind: Literal["expert", "linear"] = "expert"
 
     def summary(self) -> str:
         """One line for the log."""
         reasons = Counter(s.reason for s in self.skipped)
-        kind = "expert" if any(len(w.shape) == 3 for w in self.converted) else "linear"
         left = "; ".join(f"{n} {reason}" for reason, n in reasons.items()) or "nothing"
         return (
-            f"{self.converter}: {len(self.converted)} {kind} weights in FP8 ({self.recipe}, {self.backend} backend); "
+            f"{self.converter}: {weights_of(self, self.kind)} in FP8 ({self.recipe}, {self.backend} backend); "
             f"modules left as they are: {left}." + "".join(f" {note[0].upper()}{note[1:]}." for note in self.notes)
         )
+
+
+def weights_of(report: ConversionReport, kind: str = "") -> str:
+    """How many weights were converted, in words."""
+    n = len(report.converted)
+    return f"{n} {kind} weight".replace("  ", " ") + "s" * (n != 1)
 
 
 def stacked_weights(module: nn.Module) -> list[str]:

@@ -168,6 +168,7 @@ def test_bf16_keeps_them_and_reports_them(caplog: pytest.LogCaptureFixture) -> N
     assert not report.converted
     reason = "below break-even: 100 rows an expert, where FP8 has 0.86x the speed of BF16"
     assert [s.fqn for s in report.skipped if s.reason == reason] == [f"layers.{n}.moe.experts" for n in range(4)]
+    assert report.summary().startswith("fp8.grouped_experts: 0 expert weights in FP8")
     assert f"4 {reason}" in report.summary()
     assert [r.getMessage()[-13:] for r in caplog.records if r.levelno == logging.WARNING] == ["kept in BF16."]
 

@@ -51,6 +51,7 @@ def test_shared_experts_dense_layers_and_attention_and_nothing_else() -> None:
     assert reasons["layers.1.moe.router.gate"] == "router: never FP8"
     assert reasons["layers.1.moe.experts"] == "routed experts: the converter fp8.grouped_experts"
     assert "28 linear weights in FP8 (tokenwise, reference backend)" in report.summary()
+    assert "0 linear weights in FP8" in replace(report, converted=()).summary()
     notes = {w.fqn: w.note for w in report.converted}
     assert notes["layers.0.attention.wk.weight"] == "wq, wk, wv: one op"
     assert notes["layers.1.moe.shared_experts.w2.weight"] == "w1, w2, w3: one op"
