@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from converters.kept_memory import Kept, kept_memory
+from converters.kept_memory import Kept, kept_memory, most
 from converters.numerics import Numerics
-from converters.selection import ConversionReport, ConvertedWeight
+from converters.selection import ConversionReport, ConvertedWeight, weights_of
 from recipes.folded_names import collapse
 
 GIB = 1024**3
@@ -37,7 +37,7 @@ def start_table(model_parts: list[nn.Module]) -> Group:
 
 
 def _title(report: ConversionReport, kept: Mapping[str, Kept]) -> Text:
-    done = f"{len(report.converted)} weights in FP8, recipe {report.recipe}, {report.backend} backend"
+    done = f"{weights_of(report)} in FP8, recipe {report.recipe}, {report.backend} backend"
     lines = [f"{report.converter}: {done}"]
     if report.numerics is not None:
         lines.append(_settings(report.numerics))
@@ -55,7 +55,7 @@ def _settings(n: Numerics) -> str:
 
 
 def _amount(kept: list[Kept]) -> str:
-    between, peak = sum(k.between for k in kept), sum(k.peak for k in kept)
+    between, peak = sum(k.between for k in kept), most(kept)
     if between == peak:
         return _memory(between)
     return f"{_memory(between)} between steps, up to {_memory(peak)} in one"
@@ -83,7 +83,7 @@ def _peak(report: ConversionReport, group: list[ConvertedWeight], kept: Mapping[
     if report.backend == "emulated":  # linear layers keep weights of the plain kind then
         return _memory(0)
     here = [kept[weight.fqn] for weight in group if weight.fqn in kept]
-    return _memory(sum(k.peak for k in here)) if here else "other ranks"
+    return _memory(most(here)) if here else "other ranks"
 
 
 def _skipped(report: ConversionReport) -> Table:

@@ -64,16 +64,17 @@ ROWS = "layers.{0..3}.moe.experts.{w1,w3} 4 x 96 x 64 float32 768.0 KiB"  # 4 la
             {"accumulate": "precise"},
             Workload(tokens=64, micro_batches=1),
             "wgrad = fp8, cache = true, accumulate = precise (the reference backend sums in float32)",
-            "FP8 copies kept on this rank: 0.1 KiB between steps, up to 288.1 KiB in one (used once a step, then given "
+            "FP8 copies kept on this rank: 0.1 KiB between steps, up to 312.1 KiB in one (used once a step, then given "
             "up)",
-            "192.1 KiB",
+            "216.1 KiB",
         ),
         (
             {"cache": False, "wgrad": "bf16"},
             None,
             "wgrad = bf16, cache = false, accumulate = fast (the reference backend sums in float32)",
-            "FP8 copies kept on this rank: none (cache = false, quantized at each use)",
-            "none",
+            "FP8 copies kept on this rank: none between steps, up to 48.0 KiB in one (cache = false, quantized at each "
+            "use)",
+            "48.0 KiB",
         ),
         (
             {"recipe": "tensorwise", "backend": "emulated"},
@@ -113,6 +114,9 @@ def test_linear_layers(backend: str) -> None:
     found = lines(dense)
     here = {"reference": "8.0 KiB", "emulated": "none"}[backend]
     assert f"layers.0.attention.wo.weight 64 x 64 float32 16.0 KiB {here}" in found
+    (report,) = dense.conversion_reports
+    assert report.summary().startswith("fp8.dense: 1 linear weight in FP8")
+    assert found[0].startswith("fp8.dense: 1 weight in FP8")
     assert any(line.startswith("wgrad = fp8, cache = true, accumulate = precise_wgrad") for line in found)
 
 
