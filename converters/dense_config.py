@@ -64,7 +64,8 @@ class FP8DenseConfig:
     cache: bool = True
     """
     Quantize a weight once per optimizer step and reuse it in every micro-batch, in backward and in recomputation. The
-    table at start has its memory. What FSDP2 gathers in FP8 is kept either way (fsdp_fp8_all_gather).
+    table at start has its memory. The shards that FSDP2 gathers in FP8 (fsdp_fp8_all_gather) are kept either way: from
+    step to step or, with one micro-batch and no recomputation, until backward has gathered them.
     """
 
     @property
