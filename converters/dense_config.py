@@ -53,7 +53,7 @@ class FP8DenseConfig:
     """
 
     fsdp_fp8_all_gather: Literal["auto", "on", "off"] = "auto"
-    """FSDP2 gathers the weights in FP8, half the bytes of BF16. auto: on where it can be (no CPU offload)."""
+    """FSDP2 gathers weights in FP8, half the bytes of BF16. auto: on where it can be (tokenwise, no CPU offload)."""
 
     below_break_even: Literal["warn", "bf16"] = "bf16"
     """
@@ -78,6 +78,11 @@ class FP8DenseConfig:
         if self.backend != "auto" and (self.backend == "emulated") != (self.recipe != "tokenwise"):
             raise ValueError(
                 f"[{SECTION}] recipe = {self.recipe!r} has no backend {self.backend!r}: set backend = 'auto'."
+            )
+        if self.fsdp_fp8_all_gather == "on" and self.recipe != "tokenwise":
+            raise ValueError(
+                f"[{SECTION}] fsdp_fp8_all_gather = 'on' needs recipe = 'tokenwise', since emulated rules quantize a "
+                f"weight at each use; got {self.recipe!r}. Set fsdp_fp8_all_gather = 'off'."
             )
         check_whole(SECTION, self, ("skip_first_layers", "skip_last_layers"), " of layers, 0 or more")
         check_switches(SECTION, self)

@@ -144,7 +144,7 @@ def check_layout(units: list[Unit], config: FP8DenseConfig, job_config: JobConfi
 
     Raises:
         ValueError: tensor parallelism cuts a weight into parts that no FP8 GEMM reads, or meets an emulated rule; the
-            FP8 all-gather was asked for by name and cannot be.
+            FP8 all-gather was asked for by name, with CPU offload.
     """
     if dims.tp > 1 and config.recipe != "tokenwise":
         raise ValueError(

@@ -125,6 +125,8 @@ def test_case_07_what_picks_nothing_is_an_error(options: dict, message: str) -> 
         ({"fqns": "attention"}, r"fqns = 'attention' must be a list of non-empty patterns"),
         ({"exclude": [""]}, r"exclude = \[''\] must be a list"),
         ({"cache": 1}, r"cache = 1 must be true or false"),
+        ({"recipe": "tensorwise", "fsdp_fp8_all_gather": "on"}, r"'on' needs recipe = .*got 'tensorwise'.*'off'"),
+        ({"recipe": "delayed", "fsdp_fp8_all_gather": "on"}, r"'on' needs recipe = 'tokenwise'.*got 'delayed'.*'off'"),
     ],
     ids=str,
 )
