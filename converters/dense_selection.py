@@ -17,7 +17,7 @@ from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
 from converters.dense_config import FP8DenseConfig
 from converters.dense_forwards import PROJECTIONS, SWIGLU
 from converters.operands import ALIGNMENT
-from converters.selection import SkippedModule, layer_of, matches, reasons_of
+from converters.selection import SkippedModule, check_untied, layer_of, matches, reasons_of
 
 # Modules whose forward is w2(silu(w1(x)) * w3(x)).
 SWIGLU_FORWARDS = {m.forward for m in (FeedForward, Llama3FeedForward, Llama4FeedForward, Qwen3FeedForward)}
@@ -136,7 +136,8 @@ def select(model: nn.Module, config: FP8DenseConfig) -> tuple[list[Unit], list[S
     """The linear layers to convert, those that are one op together, and everything with weights that is left out.
 
     Raises:
-        ValueError: nothing matches, a pattern matches nothing or names what is never FP8, or a shape is not supported.
+        ValueError: nothing matches, a pattern matches nothing or names what is never FP8, a shape is not supported, or
+            a weight is tied to another.
     """
     modules = _paths(model)
     linear = {fqn: m for fqn, m in modules.items() if type(m) is nn.Linear}
@@ -161,6 +162,7 @@ def select(model: nn.Module, config: FP8DenseConfig) -> tuple[list[Unit], list[S
             f"[fp8.dense] converts nothing: {reasons or 'this model has no linear layers'}. Remove the converter "
             "'fp8.dense' from model.converters, or change what it skips."
         )
+    check_untied(model, chosen, "[fp8.dense] exclude")
     return _units(chosen, modules), skipped
 
 

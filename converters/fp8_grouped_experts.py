@@ -34,6 +34,7 @@ from converters.selection import (
     ConvertedWeight,
     SkippedModule,
     check_alignment,
+    check_untied,
     select,
     stacked_weights,
 )
@@ -220,6 +221,7 @@ def _quantize_handler(module: nn.Module, config: FP8GroupedExpertsConfig) -> nn.
             "alone: leave them out, or give filter_fn = converters.fp8_grouped_experts.is_routed_experts."
         )
     check_alignment(type(module).__name__, module)
+    check_untied(model, {type(module).__name__: module}, "filter_fn")
     _switch(type(module).__name__, module, config, resolve(config))
     return module
 

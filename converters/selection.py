@@ -8,6 +8,7 @@ stacked weights [E, N, K]: torchtitan's GroupedExperts always, any other module 
 import difflib
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -118,11 +119,33 @@ def check_alignment(fqn: str, module: nn.Module) -> None:
             )
 
 
+def check_untied(model: nn.Module, own: Mapping[str, nn.Module], leave_out: str) -> None:
+    """Refuses parameters of the modules `own` (by name) that a model has elsewhere too: wrapped one by one, they would
+    be tied no longer. A module with two names is one module, and may be converted.
+
+    leave_out: the option that leaves a module out.
+
+    Raises:
+        ValueError: such a parameter, with both its names.
+    """
+    names: dict[int, list[str]] = {}
+    for fqn, module in model.named_modules():
+        for name, param in module._parameters.items():
+            names.setdefault(id(param), []).append(f"{fqn}.{name}".removeprefix("."))
+    for fqn, module in own.items():
+        for param in module.parameters(recurse=False):
+            if len(tied := names[id(param)]) > 1:
+                raise ValueError(
+                    f"{' and '.join(tied)} are one parameter, and in FP8 {fqn or 'this module'} would get a copy of "
+                    f"its own: give each its own parameter, or leave them out with {leave_out}."
+                )
+
+
 def select(model: nn.Module, config: FP8GroupedExpertsConfig) -> tuple[dict[str, nn.Module], list[SkippedModule]]:
     """The expert modules to convert by name, and everything with weights that is left out.
 
     Raises:
-        ValueError: nothing matches, a pattern matches nothing, or a weight's shape is not supported.
+        ValueError: nothing matches, a pattern matches nothing, a weight's shape is not supported, or it is tied.
     """
     modules = {fqn.replace("_checkpoint_wrapped_module.", ""): m for fqn, m in model.named_modules()}
     stacks = {fqn: m for fqn, m in modules.items() if stacked_weights(m)}
@@ -156,6 +179,7 @@ def select(model: nn.Module, config: FP8GroupedExpertsConfig) -> tuple[dict[str,
             + (reasons_of([s for s in skipped if s.fqn in stacks]) or "this model has no routed experts")
             + ". Remove the converter 'fp8.grouped_experts' from model.converters, or change what it skips."
         )
+    check_untied(model, chosen, "[fp8.grouped_experts] fqns")
     return chosen, skipped
 
 
