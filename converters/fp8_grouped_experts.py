@@ -173,7 +173,7 @@ def convert(
             own, dtype = f"{fqn}.{name}".removeprefix("."), str(w.dtype).removeprefix("torch.")
             converted.append(ConvertedWeight(own, tuple(w.shape), dtype, note))
     ours = [m for m in chosen.values() if is_one_op(m)]
-    notes = () if fuse is None else (fuse(model, ours, numerics),)
+    notes = () if fuse is None else (fuse(model, ours, numerics, {s.fqn: s.reason for s in skipped}),)
     notes += (NO_GAIN,) * (numerics.backend == "emulated")
     report = ConversionReport(NAME, config.recipe, numerics.backend, tuple(converted), tuple(skipped), notes, numerics)
     model.conversion_reports = [*getattr(model, "conversion_reports", []), report]

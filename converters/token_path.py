@@ -7,7 +7,7 @@ are torchtitan's own modules and lines, called as they are, hooks and compiled f
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from converters.routed_mlp import routed_mlp
 from converters.token_config import Fused
 from parallel.expert_parallel import plan
 
-FuseTokenPath = Callable[[nn.Module, list[nn.Module], Numerics], str]
+FuseTokenPath = Callable[[nn.Module, list[nn.Module], Numerics, Mapping[str, str]], str]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def layout_problem(job_config: JobConfig, dims: ParallelDims, dispatches: bool) 
     if dims.ep > 1 and comm != "standard":
         return f"expert_parallel_comm_backend = {comm!r} has a token path of its own"
     if dims.ep > 1 and not dispatches:
-        return "rows travel to their experts in BF16 (ep_fp8_dispatch)"
+        return "rows travel to their experts in BF16 (with ep_fp8_dispatch = 'on' they travel in FP8)"
     return None
 
 
@@ -139,25 +139,45 @@ def fuse_token_path(model: nn.Module, experts: Iterable[nn.Module]) -> tuple[lis
     return fused, others
 
 
+def _layer_problem(fqn: str, left: Mapping[str, str]) -> str:
+    """Why a layer is not fused, though layout and numerics allow it."""
+    if why := left.get(f"{fqn}.experts".replace("_checkpoint_wrapped_module.", "")):
+        return f"the experts of {fqn} stay in BF16 ({why})"
+    return (
+        f"{fqn} and its experts do not both run the forward that it needs (torchtitan's own, with experts = 'grouped')"
+    )
+
+
 def switch_token_path(
-    model: nn.Module, experts: list[nn.Module], numerics: Numerics, fused: Fused, problem: str | None = None
+    model: nn.Module,
+    experts: list[nn.Module],
+    numerics: Numerics,
+    left: Mapping[str, str],
+    fused: Fused,
+    problem: str | None = None,
 ) -> str:
     """Fuses what `[fp8.token_path] fused` asks for and can be fused. -> What was done, for the start table.
 
+    left: modules that were not converted, by name, and why.
     problem: why the layout forbids it (`layout_problem`).
 
     Raises:
         ValueError: fused = "on", and a layer cannot have it.
     """
-    problem = problem or _numerics_problem(numerics)
     if fused == "off" or (fused == "auto" and numerics.backend != "hopper"):
         return f"token path: torchtitan's (fused = {fused!r}, {numerics.backend} backend)"
+    # What no layout helps comes first: without experts that run our forward, or with such numerics, no row is sent
+    # in FP8 either.
+    problem = _numerics_problem(numerics) or (problem if experts else None)
     names, others = ([], []) if problem else fuse_token_path(model, experts)
-    if not names:
+    if fused == "on" and others:
+        problem = _layer_problem(others[0], left)
+    elif not names:
         problem = problem or "no MoE layer runs torchtitan's forward around experts that run ours"
-    if fused == "on" and (problem or others):
-        reason = problem or f"{others[0]} and its experts do not both run the forward that it needs"
-        raise ValueError(f"[fp8.token_path] fused = 'on' is not possible here: {reason}. Set fused = 'auto'.")
+    if fused == "on" and problem:
+        raise ValueError(
+            f"[fp8.token_path] fused = 'on' is not possible here: {problem}. Change that, or set fused = 'auto'."
+        )
     if problem:
         return f"token path: torchtitan's, since {problem}"
     return f"token path: fused in {len(names)} MoE layers" + (f", torchtitan's in {len(others)}" if others else "")

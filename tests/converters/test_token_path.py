@@ -181,8 +181,44 @@ def test_report_says_what_runs() -> None:
 def test_on_is_refused_where_it_cannot_be() -> None:
     model = nn.ModuleDict({"moe": moe_layer()})
     config = FP8GroupedExpertsConfig(backend="reference", wgrad="bf16")
-    with pytest.raises(ValueError, match=r"fused = 'on' is not possible here: .*wgrad = 'bf16'.* Set fused = 'auto'"):
+    with pytest.raises(ValueError, match=r"fused = 'on' is not possible here: .*wgrad = 'bf16'.* set fused = 'auto'"):
         convert(model, config, fuse=fuse("on"))
+
+
+@pytest.mark.parametrize(
+    ("ep", "config", "remedy"),
+    [
+        (1, {"skip_last_layers": 1}, r"layers\.3\.moe stay in BF16 \(experts in the last .*\(skip_last_layers\)\)"),
+        (1, {"skip_first_layers": 2}, r"layers\.0\.moe stay in BF16 \(experts in the first .*\(skip_first_layers\)\)"),
+        (1, {"fqns": ["layers.0"]}, r"layers\.1\.moe stay in BF16 \(.* no pattern of fqns names\)"),
+        (
+            2,
+            {"skip_last_layers": 1, "ep_fp8_dispatch": "on"},
+            r"layers\.3\.moe stay in BF16 \(.*\(skip_last_layers\)\)",
+        ),
+        (2, {}, r"in BF16 \(with ep_fp8_dispatch = 'on' they travel in FP8\)"),
+        (2, {"wgrad": "bf16"}, r"wgrad = 'bf16'"),
+        (2, {"experts": "sequential"}, r"experts = 'grouped'"),
+        (1, {"experts": "sequential"}, r"experts = 'grouped'"),
+    ],
+    ids=str,
+)
+def test_on_names_the_option_that_is_in_its_way(ep: int, config: dict, remedy: str) -> None:
+    job_config = job("on")
+    experts = FP8GroupedExpertsConfig(backend="reference", **config)
+    job_config.fp8 = FP8Config(experts, token_path=TokenPathConfig("on"))
+    converter = FP8GroupedExpertsConverter(job_config, dims(ep, dp_shard=ep, ep=ep))
+    with pytest.raises(ValueError, match=rf"{remedy}.*\. Change that, or set fused = 'auto'\.$"):
+        converter.convert(llama4())
+
+
+def test_on_with_rows_that_travel_in_fp8() -> None:
+    job_config = job("on")
+    experts = FP8GroupedExpertsConfig(backend="reference", ep_fp8_dispatch="on")
+    job_config.fp8 = FP8Config(experts, token_path=TokenPathConfig("on"))
+    model = llama4()
+    FP8GroupedExpertsConverter(job_config, dims(2, dp_shard=2, ep=2)).convert(model)
+    assert model.conversion_reports[0].notes[0] == "token path: fused in 4 MoE layers"
 
 
 def test_a_layer_with_another_forward_keeps_it() -> None:
@@ -194,11 +230,11 @@ def test_a_layer_with_another_forward_keeps_it() -> None:
     layers[1].__class__ = Another
     model = nn.ModuleDict({"a": layers[0], "b": layers[1]})
     numerics = SimpleNamespace(recipe="tokenwise", wgrad="fp8", backend="hopper")
-    note = switch_token_path(model, [layer.experts for layer in layers], numerics, "auto")
+    note = switch_token_path(model, [layer.experts for layer in layers], numerics, {}, "auto")
     assert note == "token path: fused in 1 MoE layers, torchtitan's in 1"
     assert [layer.fused_tokens for layer in layers] == [True, False]
     with pytest.raises(ValueError, match="b and its experts do not both run the forward"):
-        switch_token_path(model, [layer.experts for layer in layers], numerics, "on")
+        switch_token_path(model, [layer.experts for layer in layers], numerics, {}, "on")
 
 
 def test_unknown_switch_is_refused() -> None:

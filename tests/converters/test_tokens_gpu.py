@@ -1,6 +1,7 @@
 """Kernels of the token path on a GPU: bytes of their torch twins, no host sync, rows past 2**31 elements."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_layer_on_the_hopper_backend(before: bool) -> None:
         report = convert(
             model,
             FP8GroupedExpertsConfig(backend="hopper"),
-            fuse=lambda m, e, n, f=fused: switch_token_path(m, e, n, f),
+            fuse=partial(switch_token_path, fused=fused),
         )
         assert ("fused in 1" in report.notes[0]) == (fused == "auto")
         results.append(run(model["moe"], x, upstream))
@@ -99,7 +100,7 @@ def test_layer_on_the_hopper_backend(before: bool) -> None:
 def test_nothing_waits_for_the_host() -> None:
     model = nn.ModuleDict({"moe": moe_layer().bfloat16()})
     model["moe"].expert_bias = model["moe"].expert_bias.float()
-    convert(model, FP8GroupedExpertsConfig(backend="hopper"), fuse=lambda m, e, n: switch_token_path(m, e, n, "on"))
+    convert(model, FP8GroupedExpertsConfig(backend="hopper"), fuse=partial(switch_token_path, fused="on"))
     x, upstream = (torch.randn(BATCH, LENGTH, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     run(model["moe"], x, upstream)
     torch.cuda.set_sync_debug_mode("error")
