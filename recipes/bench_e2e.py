@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.arguments import count, listed, out_file
+from recipes.bench_e2e_arguments import check_extra, check_flavor, check_layouts, check_names, model_name, twin_stem
 from recipes.run_info import versions
-from recipes.runs import read_run
+from recipes.runs import RunError, read_run
 from recipes.trace import read_trace
 
 # A logged step costs more than others (the host waits for it; norms and zeros of every gradient): one in ten is logged,
@@ -65,16 +66,16 @@ def jobs(recipes: list[str], layouts: list[str], ngpu: int, folder: Path, extra:
     out = []
     for recipe in recipes:
         stem, _, flavor = recipe.partition(":")
-        model = flavor or Path(stem).name
         for layout in layouts:
             precisions = {k: v for k, v in PRECISIONS.items() if layout != "single" or "wires" not in k}
             for precision, (twin, args) in precisions.items():
-                name = f"{model} {layout} {precision}"
+                name = f"{model_name(recipe)} {layout} {precision}"
                 home = folder / name.replace(",", "").replace(" ", "_")
                 command = (
                     *("torchrun", f"--nproc_per_node={ngpu}", "train.py"),
                     *(f"--job.config_file={stem}_{twin}.toml", f"--job.dump_folder={home}"),
                     *(f"--training.steps={STEPS}", f"--metrics.log_freq={LOG_FREQ}"),
+                    "--metrics.enable_tensorboard",
                     *("--profiling.enable_profiling", f"--profiling.profile_freq={PROFILED}"),
                     *([f"--model.flavor={flavor}"] if flavor else []),
                     *(a.format(ngpu=ngpu) for a in LAYOUTS[layout]),
@@ -107,16 +108,35 @@ def measure(job: Job, timeout: int) -> dict:
     if code:
         tail = (job.folder / "log.txt").read_text().splitlines()[-25:]
         return result | {"error": f"exit {code}", "log": tail}
-    run = read_run(job.folder)
-    speed = run.series("throughput(tps)")
-    result |= {
-        "tokens_per_second_per_gpu": round(statistics.harmonic_mean([speed[s] for s in CLEAN_STEPS])),
-        "peak_gib": round(max(run.series("memory/max_active(GiB)").values()), 2),
-        "final_loss": list(run.series("loss_metrics/global_avg_loss").values())[-1],
-        "grad_norm": list(run.series("grad_norm").values())[-1],
+    try:
+        return result | _numbers(job.folder)
+    except RunError as error:  # it ended well, and left no such data
+        return result | {"error": str(error)}
+
+
+def _numbers(folder: Path) -> dict:
+    """What a run in `folder` measured. Raises RunError if it lacks a number."""
+    run = read_run(folder)
+    series = {
+        tag: run.series(tag)
+        for tag in ("throughput(tps)", "memory/max_active(GiB)", "loss_metrics/global_avg_loss", "grad_norm")
     }
-    trace = job.folder / "profile_traces" / f"iteration_{PROFILED}" / "rank0_trace.json"
-    return result | (read_trace(trace) if trace.exists() else {"trace": "none written"})
+    speed, memory, loss, norm = series.values()
+    missing = [tag for tag, values in series.items() if not values]
+    missing += [f"throughput(tps) of step {step}" for step in CLEAN_STEPS if step not in speed]
+    if missing:
+        raise RunError(f"{folder} lacks {missing[0]}: a run of {STEPS} steps that logs every {LOG_FREQ} has it.")
+    numbers = {
+        "tokens_per_second_per_gpu": round(statistics.harmonic_mean([speed[s] for s in CLEAN_STEPS])),
+        "peak_gib": round(max(memory.values()), 2),
+        "final_loss": list(loss.values())[-1],
+        "grad_norm": list(norm.values())[-1],
+    }
+    trace = folder / "profile_traces" / f"iteration_{PROFILED}" / "rank0_trace.json"
+    try:
+        return numbers | (read_trace(trace) if trace.exists() else {"trace": "none written"})
+    except json.JSONDecodeError as error:  # written by half: what the log says holds without it
+        return numbers | {"trace": f"no JSON: {error}"}
 
 
 def environment(ngpu: int, command: list[str]) -> dict:
@@ -140,25 +160,25 @@ def show(results: list[dict]) -> None:
     base = {tuple(r[k] for k in at): r.get("tokens_per_second_per_gpu") for r in results if r["precision"] == "bf16"}
     for r in results:
         if "error" in r:
-            table.add_row(r["name"], r["error"])
+            table.add_row(r["name"], "failed")
             continue
         reference, split = base.get(tuple(r[k] for k in at)), r.get("split_ms", {})
         ratio = f"{r['tokens_per_second_per_gpu'] / reference:.3f}" if reference else ""
         moved = [f"{r.get(k, 0) / 1e9:.2f}" for k in ("all_gather_bytes", "all_to_all_bytes")]
         times = [f"{split.get(k, 0):.0f}" for k in SHOWN]
         table.add_row(r["name"], f"{r['tokens_per_second_per_gpu']:,}", ratio, f"{r['peak_gib']:.1f}", *moved, *times)
-    Console(width=150).print(table)
-
-
-def _missing_twins(recipes: list[str]) -> list[str]:
-    files = [f"{recipe.partition(':')[0]}_{twin}.toml" for recipe in recipes for twin in ("bf16", "fp8")]
-    return [file for file in files if not Path(file).is_file()]
+    console = Console(width=150)
+    console.print(table)
+    for r in results:
+        if error := r.get("error"):
+            console.print(f"{r['name']} failed: {error}", markup=False, highlight=False, soft_wrap=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (sys.argv when None); returns 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", action="append", help=f"stem of two twins, or stem:flavor; default {DEFAULT}")
+    how = {"type": twin_stem, "action": "append", "default": None}
+    parser.add_argument("--recipe", **how, help=f"stem of two twins, or stem:flavor; default {DEFAULT}")
     parser.add_argument("--layouts", type=listed, default=None, help=f"comma separated, of {', '.join(LAYOUTS)}")
     parser.add_argument("--ngpu", type=count("is no number of GPUs"), default=max(1, torch.cuda.device_count()))
     parser.add_argument("--out", type=out_file, default=Path("outputs/bench_e2e/e2e.json"))
@@ -171,14 +191,23 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("whole steps are timed on GPUs, and there is none: on a CPU there is `python -m recipes.bench`.")
     if gpus < args.ngpu:
         parser.error(f"--ngpu {args.ngpu}: this machine has {gpus}: give {gpus} or less.")
-    if missing := _missing_twins(recipes):
-        parser.error(f"--recipe: there is no {missing[0]}: give the stem of two twins, such as {DEFAULT}.")
     layouts = args.layouts or (["single"] if args.ngpu == 1 else ["fsdp", "fsdp_ep"])
     if unknown := set(layouts) - set(LAYOUTS):
         parser.error(f"--layouts {', '.join(sorted(unknown))}: choose of {', '.join(LAYOUTS)}")
+    folder = args.out.parent / "runs"
+    try:
+        check_layouts(layouts, args.ngpu)
+        check_names(recipes)
+        # of the layouts that add no arguments; how many GPUs share the experts may be given
+        own = jobs([f"{DEFAULT}:flavor"], ["fsdp"], args.ngpu, folder, [])
+        check_extra(args.extra, [arg for job in own for arg in job.command])
+        for recipe in recipes:
+            check_flavor(recipe)
+    except ValueError as error:
+        parser.error(str(error))
     results = []
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for job in jobs(recipes, layouts, args.ngpu, args.out.parent / "runs", args.extra):
+    for job in jobs(recipes, layouts, args.ngpu, folder, args.extra):
         results.append(measure(job, args.timeout))
         data = {"environment": environment(args.ngpu, command), "runs": results}
         args.out.write_text(json.dumps(data, indent=2) + "\n")

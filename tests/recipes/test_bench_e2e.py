@@ -1,16 +1,14 @@
 """bench_e2e: its commands, its reading of a trace, its table; the tool itself on the debug recipe."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torchtitan.config import JobConfig
 
 from recipes import bench_e2e
-from recipes.bench_e2e import CLEAN_STEPS, LOG_FREQ, PROFILED, STEPS, Job, jobs, main, measure, show
+from recipes.bench_e2e import CLEAN_STEPS, LOG_FREQ, PROFILED, STEPS, Job, jobs, measure, show
 from recipes.trace import kind_of, read_trace, short_name, step_kernels
 
 
@@ -146,29 +144,45 @@ def test_a_failed_run_shows_in_the_table(capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "args", "message"),
+    ("lost", "message"),
     [
-        (0, [], "timed on GPUs, and there is none: on a CPU there is `python -m recipes.bench`"),
-        (0, ["--ngpu", "0"], "--ngpu: 0 is no number of GPUs: give a whole number, 1 or more"),
-        (2, ["--ngpu", "99"], "--ngpu 99: this machine has 2: give 2 or less"),
-        (1, ["--timeout", "0"], "--timeout: 0 is no number of seconds"),
-        (1, ["--recipe", "recipes/lama4"], "there is no recipes/lama4_bf16.toml: give the stem of two twins"),
-        (1, ["--layouts", "fsdpp"], "--layouts fsdpp: choose of single, fsdp, fsdp_ep"),
-        (1, ["--layouts", ""], "--layouts: '' lacks a name: give one or more"),
-        (1, ["--layouts", "fsdp , x"], "--layouts x: choose of"),
-        (1, ["--out", "recipes"], "--out: recipes is a folder"),
+        ("throughput(tps)", "lacks throughput(tps)"),
+        ("memory/max_active(GiB)", "lacks memory/max_active(GiB)"),
+        ("loss_metrics/global_avg_loss", "lacks loss_metrics/global_avg_loss"),
+        ("grad_norm", "lacks grad_norm"),
+        (20, "lacks throughput(tps) of step 20"),
     ],
     ids=str,
 )
-def test_what_cannot_be_measured_is_refused(
-    gpus: int, args: list[str], message: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_lacks_a_number_is_a_failed_one(
+    lost: str | int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(sys, "argv", ["bench_e2e", *args])
-    monkeypatch.chdir(Path(__file__).parents[2])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert message in " ".join(capsys.readouterr().err.split())
+    tags = ("throughput(tps)", "memory/max_active(GiB)", "loss_metrics/global_avg_loss", "grad_norm")
+    series = {tag: {} if tag == lost else {s: 1.0 for s in (1, 10, 20, 30, 37) if s != lost} for tag in tags}
+    monkeypatch.setattr(bench_e2e, "read_run", lambda folder: SimpleNamespace(series=series.__getitem__))
+    job = Job(name="n", recipe="r", layout="single", precision="bf16", command=("true",), folder=tmp_path / "run")
+    found = measure(job, 100)
+    assert message in found["error"]
+    assert "tokens_per_second_per_gpu" not in found
+
+
+def test_a_run_without_events_is_a_failed_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    job = Job(name="n", recipe="r", layout="single", precision="bf16", command=("true",), folder=tmp_path / "run")
+    found = measure(job, 100)
+    assert "holds no TensorBoard events" in found["error"]
+    show([found])
+    assert "n failed: " in capsys.readouterr().out
+
+
+def test_half_a_trace_takes_no_number_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SimpleNamespace(series=lambda tag: dict.fromkeys((1, 10, 20, 30, 37), 1.0))
+    monkeypatch.setattr(bench_e2e, "read_run", lambda folder: run)
+    job = Job(name="n", recipe="r", layout="single", precision="bf16", command=("true",), folder=tmp_path / "run")
+    trace = job.folder / "profile_traces" / f"iteration_{PROFILED}" / "rank0_trace.json"
+    trace.parent.mkdir(parents=True)
+    trace.write_text('{"traceEvents": [')
+    found = measure(job, 100)
+    assert (found["peak_gib"], found["trace"][:8]) == (1.0, "no JSON:")
 
 
 def test_torchrun_is_this_pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
