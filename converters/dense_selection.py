@@ -17,7 +17,7 @@ from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
 from converters.dense_config import FP8DenseConfig
 from converters.dense_forwards import PROJECTIONS, SWIGLU
 from converters.operands import ALIGNMENT
-from converters.selection import SkippedModule, check_untied, layer_of, matches, reasons_of
+from converters.selection import SkippedModule, check_untied, in_layers, layer_of, matches, reasons_of
 
 # Modules whose forward is w2(silu(w1(x)) * w3(x)).
 SWIGLU_FORWARDS = {m.forward for m in (FeedForward, Llama3FeedForward, Llama4FeedForward, Qwen3FeedForward)}
@@ -118,9 +118,9 @@ def _left_out(fqn: str, config: FP8DenseConfig, by_default: bool, last: int) -> 
     if any(matches(fqn, p) for p in config.exclude):
         return "named in exclude"
     if layer is not None and layer < config.skip_first_layers:
-        return f"in the first {config.skip_first_layers} layers (skip_first_layers)"
+        return in_layers("first", config.skip_first_layers)
     if layer is not None and layer > last:
-        return f"in the last {config.skip_last_layers} layers (skip_last_layers)"
+        return in_layers("last", config.skip_last_layers)
     return None
 
 
@@ -128,7 +128,7 @@ def _why_not_linear(module: nn.Module) -> str:
     if isinstance(module, nn.Linear):
         return f"{type(module).__name__}: not a plain nn.Linear"
     if isinstance(module, GroupedExperts):
-        return "routed experts: the converter fp8.grouped_experts"
+        return "routed experts: only the converter fp8.grouped_experts takes them"
     return "embeddings, norms and other modules: never FP8"
 
 

@@ -94,6 +94,11 @@ def layer_of(fqn: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def in_layers(end: Literal["first", "last"], n: int) -> str:
+    """Why a module is left out that lies in the first or the last n layers."""
+    return f"in the {end} {f'{n} layers' if n > 1 else 'layer'} (skip_{end}_layers)"
+
+
 def _check_patterns(patterns: list[str], candidates: dict[str, nn.Module]) -> None:
     for pattern in patterns:
         if not any(_named(fqn, module, pattern) for fqn, module in candidates.items()):
@@ -165,9 +170,9 @@ def select(model: nn.Module, config: FP8GroupedExpertsConfig) -> tuple[dict[str,
         elif not named and not isinstance(module, GroupedExperts):
             reason = f"{type(module).__name__}, not torchtitan's GroupedExperts; name it in fqns to convert it"
         elif layer is not None and layer < config.skip_first_layers:
-            reason = f"experts in the first {config.skip_first_layers} layers (skip_first_layers)"
+            reason = f"experts {in_layers('first', config.skip_first_layers)}"
         elif layer is not None and layer > last:
-            reason = f"experts in the last {config.skip_last_layers} layers (skip_last_layers)"
+            reason = f"experts {in_layers('last', config.skip_last_layers)}"
         else:
             check_alignment(fqn, module)
             chosen[fqn] = module

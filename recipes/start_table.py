@@ -33,7 +33,7 @@ def start_table(model_parts: list[nn.Module]) -> Group:
     reports, kept = conversion_reports(model_parts), kept_memory(model_parts)
     if not reports:
         return Group(Text("No converter: every layer trains in the model's own precision.", style="bold"))
-    return Group(*(part for r in reports for part in (_title(r, kept), _converted(r, kept), _skipped(r))))
+    return Group(*(part for r in reports for part in (_title(r, kept), _converted(r, kept), _skipped(r, reports))))
 
 
 def _title(report: ConversionReport, kept: Mapping[str, Kept]) -> Text:
@@ -86,13 +86,16 @@ def _peak(report: ConversionReport, group: list[ConvertedWeight], kept: Mapping[
     return _memory(most(here)) if here else "other ranks"
 
 
-def _skipped(report: ConversionReport) -> Table:
+def _skipped(report: ConversionReport, reports: list[ConversionReport]) -> Table:
+    """What no converter took, as this one says it; what another one took stands in that one's table."""
     table = Table(header_style="bold", box=None, padding=(0, 1))
     table.add_column("left as it is", overflow="fold")
     table.add_column("why", overflow="fold")
     by_reason: dict[str, list[str]] = {}
+    taken = {weight.fqn.rpartition(".")[0] for r in reports for weight in r.converted}
     for module in report.skipped:
-        by_reason.setdefault(module.reason, []).append(module.fqn)
+        if module.fqn not in taken:
+            by_reason.setdefault(module.reason, []).append(module.fqn)
     for reason, fqns in by_reason.items():
         table.add_row(", ".join(collapse(fqns)), reason)
     if not by_reason:

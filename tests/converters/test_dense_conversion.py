@@ -49,7 +49,7 @@ def test_shared_experts_dense_layers_and_attention_and_nothing_else() -> None:
     reasons = {s.fqn: s.reason for s in report.skipped}
     assert reasons["output"] == "head: never FP8"
     assert reasons["layers.1.moe.router.gate"] == "router: never FP8"
-    assert reasons["layers.1.moe.experts"] == "routed experts: the converter fp8.grouped_experts"
+    assert reasons["layers.1.moe.experts"] == "routed experts: only the converter fp8.grouped_experts takes them"
     assert "28 linear weights in FP8 (tokenwise, reference backend)" in report.summary()
     assert "0 linear weights in FP8" in replace(report, converted=()).summary()
     notes = {w.fqn: w.note for w in report.converted}

@@ -1,6 +1,7 @@
 """What a run says before its first step: what was converted, how, and what the FP8 copies take on this rank."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from rich.console import Console
@@ -118,6 +119,21 @@ def test_linear_layers(backend: str) -> None:
     assert report.summary().startswith("fp8.dense: 1 linear weight in FP8")
     assert found[0].startswith("fp8.dense: 1 weight in FP8")
     assert any(line.startswith("wgrad = fp8, cache = true, accumulate = precise_wgrad") for line in found)
+
+
+@pytest.mark.parametrize("dense_first", [True, False])
+def test_what_either_converter_took_is_not_left_as_it_is(dense_first: bool) -> None:
+    both = llama4()
+    dense = partial(convert_dense, both, FP8DenseConfig(backend="reference", skip_first_layers=1))
+    experts = partial(convert, both, FP8GroupedExpertsConfig(backend="reference", skip_last_layers=1))
+    for way in (dense, experts) if dense_first else (experts, dense):
+        way()
+    found = lines(both)
+    assert any(line.endswith("in the first layer (skip_first_layers)") for line in found)
+    assert "layers.3.moe.experts experts in the last layer (skip_last_layers)" in found
+    assert any(line.startswith("layers.3.moe.experts routed experts: only the converter") for line in found)
+    every = ("{0..3}.attention.", "{0..3}.moe.shared_experts", "{0..3}.moe.experts")  # no table has all four layers
+    assert not any(name in line for name in every for line in found)
 
 
 def test_on_a_gpu_sums_are_what_was_asked_for() -> None:
