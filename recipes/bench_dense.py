@@ -34,9 +34,9 @@ from converters.fp8_dense import convert_dense
 from converters.numerics import Accumulate
 from parallel.wrapped_weight import plain
 from recipes.arguments import SECONDS, count, one_of, out_file
-from recipes.timing import device_ms, elapsed_ms, environment, in_turn, medians
+from recipes.timing import device_ms, elapsed_ms, environment, in_turn, machine, medians
 
-MS = ("bf16", "torchao", "cold", "warm")
+MS = {"bf16": "BF16", "torchao": "torchao rowwise", "cold": "ours, cold", "warm": "ours, warm"}  # name -> heading
 
 
 @dataclass(frozen=True)
@@ -156,15 +156,16 @@ def measure(
 
 
 def table(data: dict[str, Any]) -> Table:
-    """One row a case: ms, and how many times as fast as BF16."""
+    """One row a case: ms, and how many times as fast as BF16; no column of what was not measured."""
     env = data["environment"]
     kept = ", ".join(f"{name} {env['versions'][name]}" for name in ("torch", "triton", "torchao"))
-    out = Table(title=f"forward + backward, {env['gpu']}, {env['date']}, {kept}")
-    for heading in ("case", "T", "K", "N", "BF16", "torchao rowwise", "ours, cold", "ours, warm"):
+    out = Table(title=f"forward + backward, {machine(env)}, {env['date']}, {kept}")
+    shown = [name for name in MS if any(f"{name}_ms" in row for row in data["cases"])]
+    for heading in ("case", "T", "K", "N", *(MS[name] for name in shown)):
         out.add_column(heading, justify="left" if heading == "case" else "right")
     for row in data["cases"]:
         cells = [row["case"], *(f"{row[k]:,}" for k in "TKN")]
-        for name in MS:
+        for name in shown:
             ms = row.get(f"{name}_ms")
             cells.append("" if ms is None else f"{ms:.3f} ms  {row['bf16_ms'] / ms:.2f}x")
         out.add_row(*cells)

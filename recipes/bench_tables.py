@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.bench_parts import COLD, WARM, WEIGHTS
+from recipes.timing import machine
 
 
 def _table(title: str, columns: list[str]) -> Table:
@@ -23,7 +24,7 @@ def _share(tflops: float, environment: dict[str, Any]) -> str:
 def _conditions(environment: dict[str, Any], console: Console) -> None:
     versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items())
     console.print(
-        f"{environment['gpu']}, {environment['date']}, {versions}, {environment['numerics']}", highlight=False
+        f"{machine(environment)}, {environment['date']}, {versions}, {environment['numerics']}", highlight=False
     )
     if environment["gpu"] == "none":
         console.print("Without a GPU: BF16 is not compiled, memory is not measured. The times say nothing of a GPU's.")

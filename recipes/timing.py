@@ -85,6 +85,11 @@ def peaks(device: torch.device) -> dict[str, float]:
     return {name: round(2 * 8192**3 / elapsed_ms(run, 0.5, True) / 1e9, 1) for name, run in runs.items()}
 
 
+def machine(environment: Mapping[str, Any]) -> str:
+    """The GPU of an `environment`, in the words of a table."""
+    return "without a GPU" if environment["gpu"] == "none" else environment["gpu"]
+
+
 def environment(device: torch.device, numerics: Numerics, command: list[str]) -> dict[str, Any]:
     """Date, GPU, versions, command (words), backend, the measured peaks, and whether BF16 was compiled."""
     return {

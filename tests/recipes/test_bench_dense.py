@@ -13,7 +13,7 @@ from converters.dense_break_even import DenseWork, Measured, dense_work, load_me
 from converters.dense_config import FP8DenseConfig
 from converters.dense_selection import select
 from converters.fp8_dense import convert_dense
-from recipes import bench_dense
+from recipes import bench_dense, bench_tables
 from tests.converters.models import in_fp8, llama4
 from tests.converters.test_conversion import ONE, job
 
@@ -75,7 +75,19 @@ def test_a_table_shows_times_and_ratios() -> None:
     row = {"case": "wo", "T": 16384, "K": 64, "N": 64, "bf16_ms": 2.0, "cold_ms": 1.0, "warm_ms": 0.8}
     console = Console(width=150, file=io.StringIO())
     console.print(bench_dense.table({"environment": environment, "cases": [row]}))
-    assert "1.000 ms  2.00x" in console.file.getvalue()
+    printed = console.file.getvalue()
+    assert "1.000 ms  2.00x" in printed
+    assert "forward + backward, G, D" in printed
+    assert "torchao rowwise" not in printed, "not measured"
+
+
+def test_a_table_of_a_cpu_names_no_gpu_called_none() -> None:
+    environment = {"gpu": "none", "date": "D", "versions": dict.fromkeys(("torch", "triton", "torchao"), "1")}
+    title = str(bench_dense.table({"environment": environment, "cases": []}).title)
+    assert title.startswith("forward + backward, without a GPU, D")
+    console = Console(width=150, file=io.StringIO())
+    bench_tables._conditions(environment | {"numerics": "N"}, console)
+    assert console.file.getvalue().startswith("without a GPU, D")
 
 
 def test_the_fit_finds_the_costs_it_was_made_with() -> None:
