@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -55,11 +56,15 @@ def _terms(M: float, D: int, H: int, E: int) -> list[float]:
     return [1.0, M * D * H, E * D * H, M * (D + H), E]
 
 
-def speed_ratio(cases: Sequence[Measured], rows: float, D: int, H: int, E: int, micro_batches: int) -> float:
+def costs_of(cases: Sequence[Measured]) -> np.ndarray:
+    """What each term costs, by PRECISIONS."""
+    return fit_all([_terms(c.M, c.D, c.H, c.E) for c in cases], cases)
+
+
+def speed_ratio(costs: np.ndarray, rows: float, D: int, H: int, E: int, micro_batches: int) -> float:
     """Time of BF16 over that of FP8 for E experts with `rows` rows each; above 1 FP8 is faster. The first of an
     optimizer step's micro-batches is cold.
     """
-    costs = fit_all([_terms(c.M, c.D, c.H, c.E) for c in cases], cases)
     return fp8_speed(costs, _terms(rows * E, D, H, E), micro_batches)
 
 
@@ -104,14 +109,17 @@ def below_break_even(
     Judged are torchtitan's GroupedExperts behind a router with `top_k`. `cache`: only the first micro-batch is cold.
     """
     found = {}
+    if not measured:
+        return found
+    costs = costs_of(measured)
     for fqn, module in experts.items():
         moe = model.get_submodule(fqn.rpartition(".")[0])
         top_k = getattr(getattr(moe, "router", None), "top_k", None)
-        if not (measured and isinstance(module, GroupedExperts) and top_k):
+        if not (isinstance(module, GroupedExperts) and top_k):
             continue
         E, H, D = module.w1.shape
         rows, micro_batches = work.tokens * top_k / E, work.micro_batches if cache else 1
-        ratio = speed_ratio(measured, rows, D, H // work.tp, max(E // work.ep, 1), micro_batches)
+        ratio = speed_ratio(costs, rows, D, H // work.tp, max(E // work.ep, 1), micro_batches)
         if ratio < 1:
             found[fqn] = f"{rows:,.0f} rows an expert, where FP8 has {min(ratio, 0.99):.2f}x the speed of BF16"
     return found

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
@@ -68,20 +69,27 @@ def _terms(T: float, K: float, N: float) -> list[float]:
     return [1.0, T * K * N, K * N, T * (K + N)]
 
 
-def speed_ratio(cases: Sequence[Measured], T: int, K: int, N: int, micro_batches: int) -> float:
+def costs_of(cases: Sequence[Measured]) -> np.ndarray:
+    """What each term costs, by PRECISIONS."""
+    return fit_all([_terms(c.T, c.K, c.N) for c in cases], cases)
+
+
+def speed_ratio(costs: np.ndarray, T: int, K: int, N: int, micro_batches: int) -> float:
     """Time of BF16 over that of FP8 for one layer; above 1 FP8 is faster. The first of the micro-batches is cold."""
-    return fp8_speed(fit_all([_terms(c.T, c.K, c.N) for c in cases], cases), _terms(T, K, N), micro_batches)
+    return fp8_speed(costs, _terms(T, K, N), micro_batches)
 
 
 def too_small(units: Sequence[Unit], work: DenseWork, measured: Sequence[Measured], cache: bool) -> dict[str, str]:
     """Which units, by name, are expected to be slower in FP8, and why. `cache`: only the first micro-batch is cold."""
     found = {}
+    kinds = {is_mlp: [m for m in measured if (m.kind == "mlp") == is_mlp] for is_mlp in (True, False)}
+    costs = {is_mlp: costs_of(cases) for is_mlp, cases in kinds.items() if cases}
     for unit in units:
-        cases = [m for m in measured if (m.kind == "mlp") == (unit.kind == "mlp")]
+        is_mlp = unit.kind == "mlp"
         cut_inputs = unit.kind == "linear" and unit.fqn.rpartition(".")[2] == "wo"  # the others' outputs are cut
         K, N = (unit.K // work.tp, unit.N) if cut_inputs else (unit.K, unit.N // work.tp)
-        if cases:
-            ratio = speed_ratio(cases, work.tokens, K, N, work.micro_batches if cache else 1)
+        if is_mlp in costs:
+            ratio = speed_ratio(costs[is_mlp], work.tokens, K, N, work.micro_batches if cache else 1)
             if ratio < 1:
                 size = f"{work.tokens:,} tokens x {K} x {N}"
                 found[unit.fqn] = f"{size}, where FP8 has {min(ratio, 0.99):.2f}x the speed of BF16"

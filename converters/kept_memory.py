@@ -22,10 +22,10 @@ from converters.expert_weight import FP8ExpertWeight
 from converters.experts_forward import is_one_op
 from converters.gathered_weight import JOINED, SHARED_SCALES, shard_of
 from converters.numerics import Numerics
+from converters.selection import clean_fqn
 from converters.sequential_experts import is_sequential
 from parallel.fsdp import fsdp_mesh
 
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # parts of names that recomputation and compile put in
 SCALE = 4  # bytes, float32
 
 
@@ -61,12 +61,10 @@ def kept_memory(parts: Iterable[nn.Module]) -> dict[str, Kept]:
     found = {}
     for part in parts:
         for fqn, module in part.named_modules():
-            for wrapper in WRAPPERS:
-                fqn = fqn.replace(wrapper, "")
             for name, w in module.named_parameters(recurse=False):
                 local = w._local_tensor if isinstance(w, DTensor) else w
                 if isinstance(local, FP8ExpertWeight):
-                    found[f"{fqn}.{name}".removeprefix(".")] = _kept(module, name, w, local)
+                    found[clean_fqn(f"{fqn}.{name}".removeprefix("."))] = _kept(module, name, w, local)
     return found
 
 

@@ -19,6 +19,8 @@ from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter
 from converters.config import FP8GroupedExpertsConfig, Numerics
 from converters.operands import ALIGNMENT
 
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")  # parts of names
+
 
 @dataclass(frozen=True)
 class ConvertedWeight:
@@ -86,6 +88,13 @@ def _named(fqn: str, module: nn.Module, pattern: str) -> bool:
     """
     own = fqn if isinstance(module, GroupedExperts) else ".".join(fqn.split(".")[-len(pattern.split(".")) :])
     return matches(own, pattern)
+
+
+def clean_fqn(fqn: str) -> str:
+    """`fqn` without the names that activation checkpointing, compile and FSDP1 wrap in."""
+    for wrapper in _WRAPPERS:
+        fqn = fqn.replace(wrapper, "")
+    return fqn
 
 
 def layer_of(fqn: str) -> int | None:

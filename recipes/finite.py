@@ -27,9 +27,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 
+from converters.selection import clean_fqn
 from recipes.zero_gradients import ZeroCount, count_zeros
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 class NonFiniteError(RuntimeError):
@@ -153,13 +152,6 @@ class GradientWatch:
         # Backward runs from the last layer to the first and spreads a nan downwards, so the last in order came first.
         text = f"{len(bad)} of {len(finite)} gradients are non-finite; the first that backward reached is {bad[-1]}."
         return text if finite[-1] else text + " It is the model's last: the loss or the forward pass itself is broken."
-
-
-def clean_fqn(fqn: str) -> str:
-    """`fqn` without the names that activation checkpointing, compile and FSDP1 wrap in."""
-    for wrapper in _WRAPPERS:
-        fqn = fqn.replace(wrapper, "")
-    return fqn
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipes.finite import GradNorms, clean_fqn
+from converters.selection import clean_fqn
+from recipes.finite import GradNorms
 
 # group -> which parameter names belong to it; the first that matches. Norms first: q_norm lies within attention.
 GROUPS = {

@@ -20,9 +20,10 @@ from torchtitan.models.moe.moe import MoE
 from torchtitan.tools import utils
 
 from converters.expert_weight import FP8ExpertWeight
+from converters.selection import clean_fqn
 from converters.telemetry import Tap, claim, release
 from converters.telemetry_records import MAXIMA, OPERAND, Key, gemm_records, operand_records
-from recipes.finite import GradNorms, clean_fqn
+from recipes.finite import GradNorms
 from recipes.gradient_groups import NAMES, GradientGroups
 from recipes.telemetry_tags import GEMMS, GRAD_NORM, OPERANDS, ROOT, gemm_figures, load_figures, operand_figures
 

@@ -14,7 +14,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts
 
 from converters import capability, fp8_grouped_experts
-from converters.break_even import Measured, Workload, below_break_even, load_measured, speed_ratio, workload
+from converters.break_even import Measured, Workload, below_break_even, costs_of, load_measured, speed_ratio, workload
 from converters.config import FP8GroupedExpertsConfig
 from converters.fp8_grouped_experts import FP8GroupedExpertsConverter, convert
 from tests.converters.models import MixtralExperts, expert_names, in_fp8, llama4
@@ -63,8 +63,8 @@ LAWS = law(0.05, 2.3e-11, 3e-9, 2.2e-9, 0.002), law(0.2, 1e-11, 6.5e-9, 7.5e-9, 
 def test_the_costs_of_every_term_are_found_from_measurements(tmp_path: Path, size: tuple) -> None:
     measured, (rows, D, H, E) = table(tmp_path, *LAWS), size
     bf16, cold, warm = (t(rows * E, D, H, E) for t in LAWS)
-    assert speed_ratio(measured, *size, 1) == pytest.approx(bf16 / cold, rel=1e-6)
-    assert speed_ratio(measured, *size, 4) == pytest.approx(bf16 / (cold / 4 + warm * 3 / 4), rel=1e-6)
+    assert speed_ratio(costs_of(measured), *size, 1) == pytest.approx(bf16 / cold, rel=1e-6)
+    assert speed_ratio(costs_of(measured), *size, 4) == pytest.approx(bf16 / (cold / 4 + warm * 3 / 4), rel=1e-6)
 
 
 def test_small_experts_are_named_and_those_of_scout_are_not(tmp_path: Path) -> None:

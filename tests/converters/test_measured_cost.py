@@ -70,7 +70,7 @@ MEASURED = [known for known in KNOWN if known[0].RESULTS.exists()]
 @pytest.mark.parametrize(("judge", "kind", "size", "faster"), MEASURED, ids=lambda v: str(getattr(v, "__name__", v)))
 def test_committed_measurements_judge_the_large_and_the_small(judge, kind: str, size: tuple, faster: bool) -> None:
     cases = [m for m in judge.load_measured() if getattr(m, "kind", "") == kind]
-    assert (judge.speed_ratio(cases, *size) > 1) == faster
+    assert (judge.speed_ratio(judge.costs_of(cases), *size) > 1) == faster
 
 
 def sizes(judge, case) -> tuple:
@@ -83,7 +83,7 @@ def test_where_a_measurement_is_clear_the_fit_agrees(judge) -> None:
     wrong = []
     for case in (measured := judge.load_measured()):
         alike = [m for m in measured if getattr(m, "kind", "") == getattr(case, "kind", "")]
-        found, expected = judge.speed_ratio(alike, *sizes(judge, case), 1), case.bf16_ms / case.cold_ms
+        found, expected = judge.speed_ratio(judge.costs_of(alike), *sizes(judge, case), 1), case.bf16_ms / case.cold_ms
         if max(expected, 1 / expected) > 1.2 and (found > 1) != (expected > 1):
             wrong.append(f"{case}: {expected:.2f}x, by the fit {found:.2f}x")
     assert not wrong

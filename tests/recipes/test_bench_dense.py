@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from converters import dense_break_even, weight_cache
-from converters.dense_break_even import DenseWork, Measured, dense_work, load_measured, speed_ratio, too_small
+from converters.dense_break_even import DenseWork, Measured, costs_of, dense_work, load_measured, speed_ratio, too_small
 from converters.dense_config import FP8DenseConfig
 from converters.dense_selection import select
 from converters.fp8_dense import convert_dense
@@ -95,14 +95,14 @@ def test_the_fit_finds_the_costs_it_was_made_with() -> None:
     for T, K, N in ((100, 128, 128), (16384, 4096, 4096)):
         bf16 = 0.02 + 2e-9 * T * K * N + 3e-9 * K * N
         warm = 0.05 + 1e-9 * T * K * N + 5e-9 * T * (K + N)
-        assert speed_ratio(measured, T, K, N, 1) == pytest.approx(bf16 / (warm + 30e-9 * K * N), rel=1e-6)
-        assert speed_ratio(measured, T, K, N, 4) == pytest.approx(bf16 / (warm + 7.5e-9 * K * N), rel=1e-6)
+        assert speed_ratio(costs_of(measured), T, K, N, 1) == pytest.approx(bf16 / (warm + 30e-9 * K * N), rel=1e-6)
+        assert speed_ratio(costs_of(measured), T, K, N, 4) == pytest.approx(bf16 / (warm + 7.5e-9 * K * N), rel=1e-6)
 
 
 def test_no_cost_is_negative() -> None:
     """Times that shrink with the weight's size, as noise may have it: none of that is extrapolated."""
     noisy = [Measured("linear", 64, K, 64, 1.0 - K * 1e-4, 1.0, 1.0) for K in (64, 512, 4096)]
-    assert speed_ratio(noisy, 64, 10**6, 64, 1) > 0
+    assert speed_ratio(costs_of(noisy), 64, 10**6, 64, 1) > 0
 
 
 def test_small_layers_are_named_and_large_ones_not() -> None:
@@ -159,8 +159,8 @@ def test_the_shipped_table_if_there_is_one() -> None:
     """Scout's layers pay with 16,384 tokens, and a layer of 64 x 64 with 64 tokens does not."""
     for kind in ("linear", "mlp"):
         if cases := [m for m in load_measured(dense_break_even.RESULTS) if m.kind == kind]:
-            assert speed_ratio(cases, 16384, 5120, 8192, 1) > 1
-            assert speed_ratio(cases, 64, 64, 64, 1) < 1
+            assert speed_ratio(costs_of(cases), 16384, 5120, 8192, 1) > 1
+            assert speed_ratio(costs_of(cases), 64, 64, 64, 1) < 1
 
 
 def test_an_unknown_accumulate_is_refused(capsys: pytest.CaptureFixture) -> None:

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torchtitan.distributed import utils as dist_utils
 
-from recipes.finite import GradientWatch, NonFiniteError, clean_fqn
+from converters.selection import clean_fqn
+from recipes.finite import GradientWatch, NonFiniteError
 
 ORIGINAL = dist_utils.clip_grad_norm_
 
